@@ -1,0 +1,62 @@
+"""tilewise: picks how to launch GPU attention-indexer kernels, from measured timings.
+
+Importing this package touches no GPU and needs numpy at most: torch, triton, scikit-learn and the server
+are imported by what uses them, when it is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from tilewise.dispatch.selector import Decision, Selector, explain, rank, select
+    from tilewise.errors import TilewiseError
+    from tilewise.kernels.arch import Arch
+    from tilewise.kernels.paged_mqa_logits.launch import paged_mqa_logits, warm_up
+    from tilewise.kernels.paged_mqa_logits.spec import Config, Shape
+
+_HOME = {
+    "Arch": "tilewise.kernels.arch",
+    "Config": "tilewise.kernels.paged_mqa_logits.spec",
+    "Decision": "tilewise.dispatch.selector",
+    "Selector": "tilewise.dispatch.selector",
+    "Shape": "tilewise.kernels.paged_mqa_logits.spec",
+    "TilewiseError": "tilewise.errors",
+    "explain": "tilewise.dispatch.selector",
+    "paged_mqa_logits": "tilewise.kernels.paged_mqa_logits.launch",
+    "rank": "tilewise.dispatch.selector",
+    "select": "tilewise.dispatch.selector",
+    "warm_up": "tilewise.kernels.paged_mqa_logits.launch",
+}
+
+__all__ = [
+    "Arch",
+    "Config",
+    "Decision",
+    "Selector",
+    "Shape",
+    "TilewiseError",
+    "__version__",
+    "explain",
+    "paged_mqa_logits",
+    "rank",
+    "select",
+    "warm_up",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from its home module on first use, and keep it."""
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'tilewise' has no attribute {name!r}; it has {', '.join(__all__)}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

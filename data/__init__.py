@@ -1,0 +1,1 @@
+"""Profile records: their schema, and the files that hold them."""

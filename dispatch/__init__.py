@@ -1,0 +1,1 @@
+"""Selection of a launch configuration, and hooks into serving engines."""

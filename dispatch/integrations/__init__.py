@@ -1,0 +1,1 @@
+"""Drop-in replacements for the calls that serving engines make today."""

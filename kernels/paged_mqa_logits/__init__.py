@@ -1,0 +1,1 @@
+"""Paged MQA logits: ReLU-weighted scores of query tokens against a paged KV cache."""

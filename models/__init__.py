@@ -1,0 +1,1 @@
+"""The regression that predicts launch times, its evaluation and its saved form."""
