@@ -1,0 +1,15 @@
+"""Lists the packages; everything else is in pyproject.toml.
+
+The repository root is the package `tilewise`, which setuptools' own discovery cannot express.
+"""
+
+from setuptools import find_packages, setup
+
+FOLDERS = ("data", "dispatch", "kernels", "models")
+
+setup(
+    packages=[
+        "tilewise",
+        *(f"tilewise.{name}" for name in find_packages(include=[p for f in FOLDERS for p in (f, f"{f}.*")])),
+    ]
+)
