@@ -1,0 +1,60 @@
+"""Make a virtual environment for this checkout, or do nothing when it is already right.
+
+    python3 scripts/setup_env.py FOLDER REQUIREMENT...
+
+FOLDER/stamp keeps what was installed: this checkout's path, its packaging files and the requirements. While that
+has not changed, nothing is installed again. Set-ups of one checkout wait for each other, because an editable install
+writes into the checkout itself.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def main() -> int:
+    if sys.version_info < (3, 10):  # noqa: UP036 - so that an old Python is told, not shown a pip error
+        print(f"tilewise needs Python 3.10 or newer, {sys.executable} is {sys.version.split()[0]}.", file=sys.stderr)
+        print("Name another one: make PYTHON=/path/to/python3 ...", file=sys.stderr)
+        return 1
+    env = Path(sys.argv[1])
+    requirements = sys.argv[2:]
+    packaging = [(ROOT / name).read_text(encoding="utf-8") for name in ("pyproject.toml", "setup.py")]
+    stamp = hashlib.sha256("\n".join([str(ROOT), sys.version, *requirements, *packaging]).encode()).hexdigest()
+    stamp_file = env / "stamp"
+    with open(ROOT / ".setup.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if stamp_file.exists() and stamp_file.read_text() == stamp:
+            return 0
+        return install(env, requirements, stamp_file, stamp)
+
+
+def install(env: Path, requirements: list[str], stamp_file: Path, stamp: str) -> int:
+    """Create what is missing in `env` and install into it; the stamp is written only after all of it worked."""
+    python = env / "bin" / "python"
+    stamp_file.unlink(missing_ok=True)
+    quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    # An environment cut short while it was made, or whose Python is gone, is made anew.
+    if not python.exists() or subprocess.call([str(python), "-m", "pip", "--version"], **quiet):  # type: ignore[arg-type]
+        print(f"Making {env} with {sys.executable} ({sys.version.split()[0]})", flush=True)
+        if subprocess.call([sys.executable, "-m", "venv", "--clear", str(env)], stdin=subprocess.DEVNULL):
+            print(
+                "No virtual environment could be made. On Debian and Ubuntu: apt-get install python3-venv", flush=True
+            )
+            return 1
+    print(f"Installing {' '.join(requirements)} into {env}; the first time takes a minute or two", flush=True)
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--no-input", "--disable-pip-version-check"]
+    code = subprocess.call([*pip, *requirements], cwd=ROOT, stdin=subprocess.DEVNULL)
+    if code == 0:
+        stamp_file.write_text(stamp)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
