@@ -44,7 +44,7 @@ def main() -> int:
 
 
 def run(out: Path, folder: Path) -> int:
-    """Run the tests marked `gpu` and write the result file; the exit code is pytest's."""
+    """Run the tests marked `gpu` and write the result file; 0 when something passed and nothing failed."""
     import torch
 
     if not torch.cuda.is_available():
@@ -76,7 +76,7 @@ def run(out: Path, folder: Path) -> int:
     target = out / f"{arch.name}.json"
     target.write_text(json.dumps(result, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     print(f"wrote {target}: {result['totals']}")
-    return code
+    return code or int(not any("passed" in counts for counts in tests.values()))
 
 
 def count_tests(junit: Path) -> dict[str, dict[str, int]]:
@@ -169,7 +169,8 @@ def report_problems(problems: list[str]) -> int:
     if problems:
         print("Run `make gpu-test` on that GPU and commit what it writes.", file=sys.stderr)
     else:
-        print("GPU results: every kernel of every measured GPU was tested as it is now")
+        kept = ", ".join(sorted(path.stem for path in RESULTS.glob("*.json")))
+        print(f"GPU results are of today's kernels: {kept or 'none kept, and no profile shipped'}")
     return 1 if problems else 0
 
 

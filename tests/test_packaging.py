@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import email
+import json
 import os
 import re
 import shutil
@@ -11,7 +12,9 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -266,6 +269,58 @@ def test_editable_install_sees_new_modules(checkout: Path, tmp_path: Path) -> No
     printed = run("-c", "import tilewise, tilewise.kernels.added_later; print(tilewise.__file__)")
     added.unlink()
     assert Path(printed.strip()) == checkout / "__init__.py"
+
+
+# --- the kept results of GPU test runs
+
+
+@pytest.fixture(scope="module")
+def gpu_test() -> ModuleType:
+    spec = spec_from_file_location("gpu_test", ROOT / "scripts" / "gpu_test.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("arch", "totals", "portable_hash", "expected"),
+    [
+        ("h200", {"passed": 3}, "current", []),
+        ("h200", {"passed": 3, "skipped": 1}, "current", []),
+        ("h200", {"passed": 3, "failed": 1}, "current", ["not a green run"]),
+        ("h200", {"skipped": 3}, "current", ["not a green run"]),
+        ("h200", {"passed": 3}, None, ["kernel portable was not tested"]),
+        ("h200", {"passed": 3}, "0" * 16, ["kernel portable has changed since 2026-01-01"]),
+        ("h100", {"passed": 3}, "current", ["the file holds a result of h100"]),
+    ],
+)
+def test_stale_gpu_results_are_found(
+    gpu_test: ModuleType,
+    tmp_path: Path,
+    arch: str,
+    totals: dict[str, int],
+    portable_hash: str | None,
+    expected: list[str],
+) -> None:
+    kernels = gpu_test.kernel_hashes("sm90")
+    if portable_hash is None:
+        del kernels["portable"]
+    elif portable_hash != "current":
+        kernels["portable"] = portable_hash
+    result = {"arch": arch, "date": "2026-01-01", "totals": totals, "kernels": kernels}
+    (tmp_path / "h200.json").write_text(json.dumps(result))
+    problems = gpu_test.find_problems(tmp_path, tmp_path / "no-profiles")
+    assert len(problems) == len(expected)
+    assert all(words in problem for words, problem in zip(expected, problems, strict=True))
+
+
+def test_measured_gpu_without_a_gpu_test_is_found(gpu_test: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "profiles" / "paged_mqa_logits").mkdir(parents=True)
+    (tmp_path / "profiles" / "paged_mqa_logits" / "h200.parquet").touch()
+    (problem,) = gpu_test.find_problems(tmp_path, tmp_path / "profiles")
+    assert problem.startswith("h200 has a shipped profile")
 
 
 # --- what the documents say
