@@ -7,14 +7,17 @@ good row is; import, training and the collector call it. No torch, no triton, no
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tilewise.errors import InvalidConfigError, InvalidShapeError
 from tilewise.kernels.paged_mqa_logits.spec import CONFIG_FIELDS, SHAPE_FIELDS, Config, Shape
+from tilewise.kernels.registry import OPS
 
 SCHEMA_VERSION = 1
+MAX_TEXT = 1 << 16  # characters of a string value
 
 # What became of a launch, in the words of Kernel Tuner's T4 format. Only "correct" rows carry a latency.
 STATUSES = ("correct", "compile", "runtime", "correctness", "constraints", "timeout")
@@ -94,10 +97,14 @@ def check_row(row: Mapping[str, Any]) -> str | None:
         if value is None:
             if not column.nullable:
                 return f"{column.name} must not be null"
-        elif type(value) is not column.type:
-            return f"{column.name} must be {column.type.__name__}, got {value!r}"
+        elif reason := _check_value(column, value):
+            return reason
     if row["schema_version"] != SCHEMA_VERSION:
         return f"schema_version must be {SCHEMA_VERSION}, got {row['schema_version']}"
+    if row["op"] not in OPS:
+        return f"op must be one of {', '.join(OPS)}, got {row['op']!r}"
+    if not _ARCH_NAME.fullmatch(row["arch"]):
+        return f"arch must be lower case letters, digits, '-' and '_', got {row['arch']!r}"
     if row["status"] not in STATUSES:
         return f"status must be one of {', '.join(STATUSES)}, got {row['status']!r}"
     try:
@@ -108,8 +115,39 @@ def check_row(row: Mapping[str, Any]) -> str | None:
     return _check_measurement(row)
 
 
+# Names a folder, so it can hold no path.
+_ARCH_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
+
+
+def _check_value(column: Column, value: object) -> str | None:
+    """Why this value does not fit its column whatever the rest of the row says, or None."""
+    if type(value) is not column.type:
+        return f"{column.name} must be {column.type.__name__}, got {shorten(value)}"
+    if isinstance(value, int) and not 0 <= value < 1 << 63:
+        return f"{column.name} must be 0 to 2^63 - 1, got {shorten(value)}"
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{column.name} must be finite, got {value!r}"
+    if isinstance(value, str):
+        if len(value) > MAX_TEXT:
+            return f"{column.name} must have at most {MAX_TEXT} characters, got {len(value)}"
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return f"{column.name} must be text that UTF-8 can hold, got {shorten(value)}"
+    return None
+
+
+def shorten(value: object) -> str:
+    """A value as a message shows it: on one line, printable, and not much longer than a line."""
+    try:
+        text = ascii(value)
+    except ValueError:  # an int with more digits than Python turns into text
+        text = "a number of too many digits"
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
 def _check_measurement(row: Mapping[str, Any]) -> str | None:
-    times = [row.get(name) for name in ("latency_p20_us", "latency_us", "latency_p80_us")]
+    times: list[Any] = [row.get(name) for name in ("latency_p20_us", "latency_us", "latency_p80_us")]
     if row["status"] != "correct":
         if times[1] is not None:
             return f"latency_us must be null where status is {row['status']!r}, got {times[1]!r}"

@@ -1,0 +1,196 @@
+"""Profile rows out of files that somebody hands in: Parquet, JSON lines or CSV, told apart by content.
+
+Nothing here judges a row; `records.check_row` does. Memory stays bounded whatever the file says: Parquet is read in
+batches, text by the line, and one row may not be longer than MAX_ROW_BYTES.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from tilewise.data.records import COLUMNS, MAX_TEXT, shorten
+from tilewise.errors import InvalidProfileError, UnsupportedError
+
+MAX_ROW_BYTES = 1 << 20
+MAX_ROW_GROUP_BYTES = 1 << 29  # what a Parquet row group may unpack to
+BATCH_ROWS = 4096
+
+_TYPES = {column.name: column.type for column in COLUMNS}
+_NULLABLE = {column.name for column in COLUMNS if column.nullable}
+_INT = re.compile(r"-?[0-9]{1,19}")
+_FLOAT = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?|[-+]?(nan|inf|infinity)", re.IGNORECASE)
+
+Item = tuple[int, "dict[str, Any] | str"]  # row number from 1, and the row or why it cannot be read
+
+
+def read_rows(path: Path) -> Iterator[Item]:
+    """Every row of a profile file with its number: of the line in JSON lines, else of the record after the header.
+
+    Raises InvalidProfileError where the file as a whole cannot be read: not one of the three formats, damaged, or with
+    other columns than the schema's.
+    """
+    try:
+        with path.open("rb") as file:
+            head = file.read(4096)
+    except OSError as error:
+        raise InvalidProfileError(f"{path} cannot be read: {error.strerror or error}") from error
+    if head.startswith(b"PAR1"):
+        return _parquet(path)
+    start = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if not start:
+        raise InvalidProfileError(f"{path} is empty")
+    if b"\0" in head:
+        raise InvalidProfileError(f"{path} must be Parquet, JSON lines or CSV, got binary data of another kind")
+    return _json_lines(path) if start.startswith(b"{") else _csv(path)
+
+
+def require_pyarrow() -> tuple[Any, Any]:
+    """(pyarrow, pyarrow.parquet), imported on first use; UnsupportedError with the way to get them."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise UnsupportedError("profiles need pyarrow: pip install 'tilewise[train]'") from error
+    return pyarrow, pyarrow.parquet
+
+
+def _check_header(names: list[str], path: Path) -> None:
+    repeated = [name for name in names if names.count(name) > 1]
+    unknown = [name for name in names if name not in _TYPES]
+    missing = [name for name in _TYPES if name not in names and name not in _NULLABLE]
+    for problem, found in (("repeats", repeated), ("has an unknown", unknown), ("lacks the", missing)):
+        if found:
+            raise InvalidProfileError(f"{path} {problem} column {shorten(found[0])}: see `tilewise schema`")
+
+
+def _parquet(path: Path) -> Iterator[Item]:
+    pa, pq = require_pyarrow()
+    # Arrow reports damage in many ways; none of them is a fault of ours.
+    damage = (pa.ArrowException, OSError, ValueError, KeyError, OverflowError)
+    try:
+        with pq.ParquetFile(path) as file:
+            _check_header(file.schema_arrow.names, path)
+            for group in range(file.metadata.num_row_groups):
+                size = file.metadata.row_group(group).total_byte_size
+                if size > MAX_ROW_GROUP_BYTES:
+                    raise InvalidProfileError(
+                        f"{path}: a row group must unpack to at most {MAX_ROW_GROUP_BYTES} bytes, got {size}"
+                    )
+        # Text stays dictionary-encoded, so that one long string repeated a million times costs its length once.
+        text = [name for name, kind in _TYPES.items() if kind is str]
+        number = 0
+        with pq.ParquetFile(path, read_dictionary=text) as file:
+            for batch in file.iter_batches(batch_size=BATCH_ROWS):
+                _check_text(pa, batch, path)
+                for row in batch.to_pylist():
+                    number += 1
+                    yield number, {name: _number(name, value) for name, value in row.items()}
+    except InvalidProfileError:
+        raise
+    except damage as error:
+        raise InvalidProfileError(f"{path} is not a Parquet file that can be read: {shorten(str(error))}") from error
+
+
+def _check_text(pa: Any, batch: Any, path: Path) -> None:
+    """Refuse the file before a text too long for a row is copied into every row that holds it."""
+    from pyarrow import compute as pc
+
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        texts = column.dictionary if pa.types.is_dictionary(column.type) else column
+        if pa.types.is_string(texts.type) or pa.types.is_binary(texts.type) or pa.types.is_large_string(texts.type):
+            longest = pc.max(pc.binary_length(texts)).as_py() or 0
+            if longest > 4 * MAX_TEXT:
+                raise InvalidProfileError(f"{path}: {name} must be at most {MAX_TEXT} characters, got {longest} bytes")
+
+
+def _number(name: str, value: Any) -> Any:
+    """Whole numbers are good floats: JSON and Parquet writers alike drop the point."""
+    if type(value) is int and _TYPES.get(name) is float and abs(value) <= 1 << 53:
+        return float(value)
+    return value
+
+
+def _json_lines(path: Path) -> Iterator[Item]:
+    with path.open("rb") as file:
+        number = 0
+        while line := file.readline(MAX_ROW_BYTES + 1):
+            number += 1
+            if number == 1:
+                line = line.removeprefix(b"\xef\xbb\xbf")
+            if len(line) > MAX_ROW_BYTES:
+                while line and not line.endswith(b"\n"):
+                    line = file.readline(MAX_ROW_BYTES)
+                yield number, f"a row must have at most {MAX_ROW_BYTES} bytes"
+            elif line.strip():
+                yield number, _json_row(line)
+
+
+def _json_row(line: bytes) -> dict[str, Any] | str:
+    try:
+        row = json.loads(line.decode(), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:  # ValueError: bad UTF-8, bad JSON, huge ints, repeated names
+        return f"not a JSON object: {shorten(str(error))}"
+    if not isinstance(row, dict):
+        return f"not a JSON object: {shorten(row)}"
+    return {name: _number(name, value) for name, value in row.items()}
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        raise ValueError("a name is given twice")
+    return row
+
+
+class _Lines:
+    """Lines of a text file; raises where a row, which may span lines, grows past MAX_ROW_BYTES."""
+
+    def __init__(self, file: IO[str], path: Path) -> None:
+        self._file, self._path, self.used = file, path, 0
+
+    def __iter__(self) -> Iterator[str]:
+        while line := self._file.readline(MAX_ROW_BYTES + 1):
+            self.used += len(line)
+            if self.used > MAX_ROW_BYTES:
+                raise InvalidProfileError(f"{self._path}: a row must have at most {MAX_ROW_BYTES} characters")
+            yield line
+
+
+def _csv(path: Path) -> Iterator[Item]:
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            lines = _Lines(file, path)
+            reader = csv.reader(lines, strict=True)
+            header = next(reader, [])
+            _check_header(header, path)
+            number = 0
+            for fields in reader:
+                lines.used = 0
+                if fields:
+                    number += 1
+                    yield number, _csv_row(header, fields)
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise InvalidProfileError(f"{path} is not CSV that can be read: {shorten(str(error))}") from error
+
+
+def _csv_row(header: list[str], fields: list[str]) -> dict[str, Any] | str:
+    if len(fields) != len(header):
+        return f"a row must have {len(header)} fields, got {len(fields)}"
+    return {name: _parse(name, text) for name, text in zip(header, fields, strict=True)}
+
+
+def _parse(name: str, text: str) -> Any:
+    """The typed value that a CSV field stands for; text that stands for none stays text, for `check_row` to refuse."""
+    if not text and name in _NULLABLE:
+        return None
+    kind = _TYPES[name]
+    if kind is int and _INT.fullmatch(text):
+        return int(text)
+    if kind is float and _FLOAT.fullmatch(text):
+        return float(text)
+    return text
