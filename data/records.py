@@ -66,7 +66,7 @@ COLUMNS: tuple[Column, ...] = (
     Column("cache_state", str, "cold or warm"),
     Column("footprint_bytes", int, "distinct cache pages walked before any is read again, bytes"),
     Column("max_error", float, "worst |error| / (k_scale * sum |w| relu(q.k)) against the reference", nullable=True),
-    Column("pass_index", int, "0 for the first timing of this shape in a run, 1 for an independent second one"),
+    Column("pass_index", int, "0 first timing of a shape, 1 an independent second one, 2 a duel of the best against the default"),
     Column("kernel_hash", str, "source hash of the kernel that ran"),
     Column("device_name", str, "as the driver gives it"),
     Column("compute_units", int, "multiprocessors or compute units of the live device"),

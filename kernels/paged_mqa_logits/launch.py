@@ -1,0 +1,255 @@
+"""From tensors to a launch: check, choose, allocate, run. Holds no kernel code; needs torch and triton."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tilewise.errors import CaptureError, InvalidConfigError, InvalidTensorError
+from tilewise.kernels.arch import Arch, current_arch
+from tilewise.kernels.paged_mqa_logits.spec import (
+    HEAD_DIMS,
+    MAX_NEXT_N,
+    SCALE_BYTES,
+    CacheLayout,
+    Config,
+    Shape,
+    default_config,
+    is_valid,
+)
+
+# Context that a launch is chosen for when the caller gives no bound: the host never sees the lengths, and the width of
+# the logits says nothing about them.
+USUAL_CONTEXT_LEN = 32768
+ROW_ALIGNMENT = 256  # elements; top-k kernels want aligned rows, and take a stride, even for a single row
+
+
+class Launcher(Protocol):
+    """What a kernel's launch module offers; see `LAUNCHERS`."""
+
+    def launch_key(self, shape: Shape, config: Config, lens_2d: bool) -> tuple[object, ...]:
+        """Everything that decides which binary runs: equal keys need no further compilation."""
+        ...
+
+    def launch(
+        self, q: Tensor, kv_cache: Tensor, weights: Tensor, context_lens: Tensor, block_tables: Tensor, out: Tensor,
+        max_columns: int, shape: Shape, config: Config,
+    ) -> None:
+        """Launch on checked tensors; `max_columns` bounds the columns of the output and of the table."""
+        ...
+
+
+# Kernel name to the module that launches it.
+LAUNCHERS: dict[str, str] = {"portable": "tilewise.kernels.paged_mqa_logits.portable_launch"}
+
+_warmed: set[tuple[object, ...]] = set()
+
+
+@functools.cache
+def launcher(kernel: str) -> Launcher:
+    """The launch module of a kernel named in LAUNCHERS."""
+    return importlib.import_module(LAUNCHERS[kernel])  # type: ignore[return-value]
+
+
+def paged_mqa_logits(
+    q: Tensor,
+    kv_cache: Tensor,
+    weights: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    max_model_len: int,
+    *,
+    max_context_len: int | None = None,
+    mean_context_len: int | None = None,
+    cache_layout: CacheLayout = "flat",
+    config: Config | None = None,
+    out: Tensor | None = None,
+    clean_logits: bool = False,
+) -> Tensor:
+    """ReLU-weighted MQA scores of every query token against a paged KV cache.
+
+    q             [batch_size, next_n, heads, head_dim]        float8_e4m3fn
+    kv_cache      [num_blocks, block_kv, 1, head_dim + 4]      uint8: page values, then fp32 scales
+    weights       [batch_size * next_n, heads]                 float32
+    context_lens  [batch_size] or [batch_size, next_n]         int32
+    block_tables  [batch_size, max_blocks]                     int32
+    returns       [batch_size * next_n, max_model_len]         float32 (`out` itself when given)
+
+    Row b * next_n + t scores columns below context_lens[b] - next_n + t + 1 (below context_lens[b, t] where lengths
+    are per token); later columns below context_lens[b] (the largest of the row) become -inf; columns from there on are
+    left as they were, or become -inf with `clean_logits`. A length of 0 is a padding row.
+
+    max_context_len, mean_context_len: what the host knows about the lengths, to choose by; nothing reads the device.
+    config: how to launch; chosen by `tilewise.select` when None.
+
+    Raises InvalidTensorError, InvalidShapeError or InvalidConfigError, before anything is launched; CaptureError under
+    graph capture for a missing `out` or a kernel that `warm_up` has not prepared.
+    """
+    if q.dim() == 4 and 0 in q.shape[:2]:
+        return _output(q.shape[0] * q.shape[1], max_model_len, q.device, out, clean_logits)
+    shape = _check(q, kv_cache, weights, context_lens, block_tables, max_model_len, cache_layout)
+    max_columns = min(max_model_len, block_tables.shape[1] * shape.block_kv)
+    if max_context_len is None:
+        max_context_len = USUAL_CONTEXT_LEN
+    max_context_len = min(max_context_len, max_columns)
+    if mean_context_len is not None:
+        mean_context_len = min(mean_context_len, max_context_len)
+    shape = Shape(
+        shape.batch_size, shape.next_n, shape.heads, shape.head_dim, shape.block_kv, max_context_len, mean_context_len,
+        cache_layout,
+    )  # fmt: skip
+    arch = _arch(q)
+    if config is None:
+        config = _choose(shape, arch)
+    else:
+        _refuse_invalid(shape, config, arch)
+    own = launcher(config.kernel)
+    key = own.launch_key(shape, config, context_lens.dim() == 2)
+    if key not in _warmed:
+        if _capturing(q):
+            raise CaptureError(f"the kernel for {config} was not warmed: call tilewise.warm_up before the capture")
+        _warmed.add(key)
+    out = _output(q.shape[0] * q.shape[1], max_model_len, q.device, out, clean_logits)
+    own.launch(q, kv_cache, weights, context_lens, block_tables, out, max_columns, shape, config)
+    return out
+
+
+def warm_up(
+    shapes: Iterable[Shape], configs: Iterable[Config] = (), *, per_token_lens: bool = False, device: str = "cuda"
+) -> int:
+    """Compile and load what these shapes launch, so that a later graph capture neither compiles nor loads.
+
+    Runs each shape's chosen config, its default and the valid ones among `configs` once, on one empty request.
+    Returns the number of kernels that were new. `per_token_lens` prepares for context_lens of [batch_size, next_n].
+    """
+    given = tuple(configs)
+    before = len(_warmed)
+    for shape in shapes:
+        arch = current_arch(torch.device(device).index or 0)
+        valid = [config for config in given if is_valid(shape, config, arch) is None]
+        for config in dict.fromkeys([_choose(shape, arch), default_config(shape, arch), *valid]):
+            compile_config(shape, config, per_token_lens=per_token_lens, device=device)
+    return len(_warmed) - before
+
+
+def compile_config(shape: Shape, config: Config, *, per_token_lens: bool = False, device: str = "cuda") -> None:
+    """Compile and load the kernel that `config` needs for `shape`, by launching it on one empty request."""
+    q = torch.zeros(1, shape.next_n, shape.heads, shape.head_dim, device=device).to(torch.float8_e4m3fn)
+    paged_mqa_logits(
+        q,
+        torch.zeros(1, shape.block_kv, 1, shape.head_dim + SCALE_BYTES, dtype=torch.uint8, device=device),
+        torch.zeros(shape.next_n, shape.heads, device=device),
+        torch.zeros((1, shape.next_n) if per_token_lens else (1,), dtype=torch.int32, device=device),
+        torch.zeros(1, 1, dtype=torch.int32, device=device),
+        shape.block_kv,
+        cache_layout=shape.cache_layout,
+        config=config,
+    )
+
+
+def _check(
+    q: Tensor, kv_cache: Tensor, weights: Tensor, context_lens: Tensor, block_tables: Tensor, max_model_len: int,
+    cache_layout: CacheLayout,
+) -> Shape:  # fmt: skip
+    """The launch shape of these tensors (its context left at 0), or InvalidTensorError saying what is wrong with which."""
+    _want(q.dim() == 4, "q", "have 4 dimensions [batch_size, next_n, heads, head_dim]", q)
+    batch_size, next_n, heads, head_dim = q.shape
+    rows = batch_size * next_n
+    _want(q.dtype == torch.float8_e4m3fn, "q", "be float8_e4m3fn", q)
+    _want(q.stride(3) == 1 and q.stride(2) == head_dim, "q", "have contiguous heads and head_dim", q)
+    _want(q.data_ptr() % 16 == 0, "q", "start at a multiple of 16 bytes", q)
+    _want(head_dim in HEAD_DIMS, "q", f"have a head_dim of {' or '.join(map(str, HEAD_DIMS))}", q)
+    _want(1 <= next_n <= MAX_NEXT_N, "q", f"have a next_n of 1 to {MAX_NEXT_N}", q)
+
+    _want(
+        kv_cache.dim() in (3, 4) and kv_cache.shape[-1] == head_dim + SCALE_BYTES and kv_cache.shape[-2:-1] != (0,)
+        and (kv_cache.dim() == 3 or kv_cache.shape[2] == 1),
+        "kv_cache", f"be [num_blocks, block_kv, 1, {head_dim + SCALE_BYTES}]", kv_cache,
+    )  # fmt: skip
+    _want(kv_cache.dtype in (torch.uint8, torch.float8_e4m3fn), "kv_cache", "be uint8 or float8_e4m3fn", kv_cache)
+    _want(
+        kv_cache.stride(-1) == 1 and kv_cache.stride(1) == head_dim + SCALE_BYTES,
+        "kv_cache", "have contiguous pages", kv_cache,
+    )  # fmt: skip
+    page_bytes = kv_cache.shape[1] * (head_dim + SCALE_BYTES)
+    _want(
+        kv_cache.stride(0) % 16 == 0 and (kv_cache.stride(0) >= page_bytes or kv_cache.shape[0] <= 1),
+        "kv_cache", f"have a page stride of at least {page_bytes} bytes and a multiple of 16", kv_cache,
+    )  # fmt: skip
+    _want(kv_cache.data_ptr() % 16 == 0, "kv_cache", "start at a multiple of 16 bytes", kv_cache)
+
+    _want(tuple(weights.shape) == (rows, heads), "weights", f"be [{rows}, {heads}] (batch_size * next_n, heads)", weights)
+    _want(weights.dtype == torch.float32 and weights.stride(1) == 1, "weights", "be float32 with contiguous rows", weights)
+    _want(
+        tuple(context_lens.shape) in ((batch_size,), (batch_size, next_n)),
+        "context_lens", f"be [{batch_size}] or [{batch_size}, {next_n}]", context_lens,
+    )  # fmt: skip
+    _want(
+        context_lens.dtype == torch.int32 and (context_lens.dim() == 1 or context_lens.stride(1) == 1 or next_n == 1),
+        "context_lens", "be int32 with contiguous rows", context_lens,
+    )  # fmt: skip
+    _want(
+        block_tables.dim() == 2 and block_tables.shape[0] == batch_size,
+        "block_tables", f"be [{batch_size}, max_blocks]", block_tables,
+    )  # fmt: skip
+    _want(
+        block_tables.dtype == torch.int32 and (block_tables.shape[1] <= 1 or block_tables.stride(1) == 1),
+        "block_tables", "be int32 with contiguous rows", block_tables,
+    )  # fmt: skip
+    for name, tensor in (
+        ("kv_cache", kv_cache), ("weights", weights), ("context_lens", context_lens), ("block_tables", block_tables),
+    ):  # fmt: skip
+        _want(tensor.device == q.device, name, f"be on q's device, {q.device}", tensor)
+    if type(max_model_len) is not int or max_model_len < 0:
+        raise InvalidTensorError(f"max_model_len must be an int of at least 0, got {max_model_len!r}")
+    return Shape(batch_size, next_n, heads, head_dim, kv_cache.shape[1], 0, None, cache_layout)
+
+
+def _want(good: bool, name: str, rule: str, tensor: Tensor) -> None:
+    if not good:
+        raise InvalidTensorError(
+            f"{name} must {rule}, got {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} "
+            f"with strides {tensor.stride()} on {tensor.device}"
+        )
+
+
+def _output(rows: int, width: int, device: torch.device, out: Tensor | None, clean: bool) -> Tensor:
+    """The caller's buffer after a check, or a new one whose rows are aligned."""
+    if out is None:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise CaptureError("out must be given under graph capture: nothing may be allocated there")
+        aligned = -(-max(width, 1) // ROW_ALIGNMENT) * ROW_ALIGNMENT
+        out = torch.empty((rows, aligned), dtype=torch.float32, device=device)[:, :width]
+    _want(tuple(out.shape) == (rows, width), "out", f"be [{rows}, {width}] (batch_size * next_n, max_model_len)", out)
+    _want(
+        out.dtype == torch.float32 and (width <= 1 or out.stride(1) == 1) and (rows <= 1 or out.stride(0) >= width),
+        "out", "be float32 with contiguous rows that do not overlap", out,
+    )  # fmt: skip
+    _want(out.device == device, "out", f"be on q's device, {device}", out)
+    return out.fill_(float("-inf")) if clean else out
+
+
+def _arch(q: Tensor) -> Arch:
+    return current_arch(q.device.index or 0) if q.device.type == "cuda" else current_arch()
+
+
+def _capturing(q: Tensor) -> bool:
+    return q.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _choose(shape: Shape, arch: Arch) -> Config:
+    from tilewise.dispatch.selector import select  # the launcher's one upward call, kept out of import time
+
+    return select(shape, arch=arch).config
+
+
+@functools.lru_cache(maxsize=4096)
+def _refuse_invalid(shape: Shape, config: Config, arch: Arch) -> None:
+    reason = is_valid(shape, config, arch)
+    if reason is not None:
+        raise InvalidConfigError(f"{config} cannot launch {shape}: {reason}")

@@ -1,0 +1,70 @@
+"""Launches the portable Triton kernel on checked tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton import knobs
+
+from tilewise.errors import UnsupportedError
+from tilewise.kernels.paged_mqa_logits.spec import Config, Shape
+from tilewise.kernels.paged_mqa_logits.triton_portable import _paged_mqa_logits_kernel
+
+
+def launch_key(shape: Shape, config: Config, lens_2d: bool) -> tuple[object, ...]:
+    """Everything that decides which binary runs."""
+    return (*_constexprs(shape, config, lens_2d).values(), config.num_warps, config.waves_per_eu)
+
+
+def launch(
+    q: Tensor,
+    kv_cache: Tensor,
+    weights: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    out: Tensor,
+    max_columns: int,
+    shape: Shape,
+    config: Config,
+) -> None:
+    """One launch of batch_size x token groups x split_kv programs."""
+    if q.device.type == "cpu" and not knobs.runtime.interpret:
+        raise UnsupportedError("tensors on the CPU need Triton's interpreter: set TRITON_INTERPRET=1 before importing")
+    options = {"waves_per_eu": config.waves_per_eu} if config.waves_per_eu else {}
+    _paged_mqa_logits_kernel[(shape.batch_size * config.groups(shape.next_n) * config.split_kv,)](
+        q,
+        kv_cache.view(torch.float8_e4m3fn),
+        kv_cache.view(torch.float32),
+        block_tables,
+        context_lens,
+        weights,
+        out,
+        shape.next_n,
+        config.split_kv,
+        max_columns,
+        q.stride(0),
+        q.stride(1),
+        kv_cache.stride(0) // 16,
+        context_lens.stride(0),
+        block_tables.stride(0),
+        weights.stride(0),
+        out.stride(0),
+        **_constexprs(shape, config, context_lens.dim() == 2),
+        num_warps=config.num_warps,
+        **options,
+    )
+
+
+def _constexprs(shape: Shape, config: Config, lens_2d: bool) -> dict[str, int | bool]:
+    return {
+        "FUSE_N": config.fuse_n,
+        "DOT_N": config.dot_n,
+        "KV_IS_M": config.mma_m == "kv",
+        "TILE_KV": config.tile_kv,
+        "NUM_STAGES": config.num_stages,
+        "HEADS": shape.heads,
+        "HEAD_DIM": shape.head_dim,
+        "BLOCK_KV": shape.block_kv,
+        "LENS_2D": lens_2d,
+        "MASKED": shape.next_n % config.fuse_n != 0,
+    }
