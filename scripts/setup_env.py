@@ -29,7 +29,11 @@ def main() -> int:
     stamp = hashlib.sha256("\n".join([str(ROOT), sys.version, *requirements, *packaging]).encode()).hexdigest()
     stamp_file = env / "stamp"
     with open(ROOT / ".setup.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("Waiting for another set-up of this checkout", flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
         if stamp_file.exists() and stamp_file.read_text() == stamp:
             return 0
         return install(env, requirements, stamp_file, stamp)
@@ -39,9 +43,8 @@ def install(env: Path, requirements: list[str], stamp_file: Path, stamp: str) ->
     """Create what is missing in `env` and install into it; the stamp is written only after all of it worked."""
     python = env / "bin" / "python"
     stamp_file.unlink(missing_ok=True)
-    quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    # An environment cut short while it was made, or whose Python is gone, is made anew.
-    if not python.exists() or subprocess.call([str(python), "-m", "pip", "--version"], **quiet):  # type: ignore[arg-type]
+    # An environment of another Python, or one cut short while it was made, is made anew.
+    if version_with_pip(python) != sys.version:
         print(f"Making {env} with {sys.executable} ({sys.version.split()[0]})", flush=True)
         if subprocess.call([sys.executable, "-m", "venv", "--clear", str(env)], stdin=subprocess.DEVNULL):
             print(
@@ -49,11 +52,19 @@ def install(env: Path, requirements: list[str], stamp_file: Path, stamp: str) ->
             )
             return 1
     print(f"Installing {' '.join(requirements)} into {env}; the first time takes a minute or two", flush=True)
-    pip = [str(python), "-m", "pip", "install", "--quiet", "--no-input", "--disable-pip-version-check"]
+    pip = [str(python), "-m", "pip", "install", "-qq", "--no-input", "--disable-pip-version-check"]
     code = subprocess.call([*pip, *requirements], cwd=ROOT, stdin=subprocess.DEVNULL)
     if code == 0:
         stamp_file.write_text(stamp)
     return code
+
+
+def version_with_pip(python: Path) -> str:
+    """The version of this interpreter, or "" when it is missing or has no working pip."""
+    if not python.exists():
+        return ""
+    command = [str(python), "-c", "import pip._internal, sys; print(sys.version)"]
+    return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False).stdout.strip()
 
 
 if __name__ == "__main__":
