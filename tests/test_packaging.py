@@ -56,14 +56,12 @@ def third_parties(printed: str) -> set[str]:
     return {name for name in names - ours - set(sys.stdlib_module_names) if not name.startswith(("_", "sitecustomize"))}
 
 
-def modules(*, under: tuple[str, ...] = FOLDERS) -> dict[str, Path]:
-    """Every module of the package in these folders and at the root, by its import name."""
-    paths = [
-        *(p for p in ROOT.glob("*.py") if p.name != "setup.py"),
-        *(p for f in under for p in (ROOT / f).rglob("*.py")),
-    ]
+def modules(root: Path = ROOT) -> dict[str, Path]:
+    """Every module of the package, by its import name."""
+    paths = [path for path in root.glob("*.py") if path.name != "setup.py"]
+    paths += [path for folder in FOLDERS for path in (root / folder).rglob("*.py")]
     return {
-        ".".join(["tilewise", *path.relative_to(ROOT).with_suffix("").parts]).removesuffix(".__init__"): path
+        ".".join(["tilewise", *path.relative_to(root).with_suffix("").parts]).removesuffix(".__init__"): path
         for path in paths
     }
 
@@ -138,7 +136,7 @@ ALLOWED = {
 def test_imports_point_one_way(folder: str) -> None:
     wrong = [
         f"{name} imports {imported}"
-        for name, path in modules(under=(folder,)).items()
+        for name, path in modules().items()
         if name.split(".")[1:2] == [folder]
         for imported in sorted(imports(path))
         for layer in UPWARD[folder]
@@ -187,7 +185,7 @@ def contents(wheel: Path) -> set[str]:
 
 
 def test_wheel_holds_the_package_and_nothing_else(wheel: Path, checkout: Path) -> None:
-    expected = {f"tilewise/{path.relative_to(ROOT)}" for path in modules().values()} | {"tilewise/py.typed"}
+    expected = {f"tilewise/{path.relative_to(checkout)}" for path in modules(checkout).values()} | {"tilewise/py.typed"}
     for pattern in ("data/profiles/*/*.parquet", "data/published/*", "models/fitted/**/*"):
         expected |= {f"tilewise/{path.relative_to(checkout)}" for path in checkout.glob(pattern) if path.is_file()}
     assert contents(wheel) == expected
