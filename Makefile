@@ -24,7 +24,7 @@ env:
 	@$(PYTHON) scripts/setup_env.py .venv -e '.[train,server]'
 
 test-env:
-	@$(PYTHON) scripts/setup_env.py .venv-test -e '.[train,server,plot,test,check]' $(foreach r,$(TORCH) $(TRITON),'$(r)')
+	@$(PYTHON) scripts/setup_env.py .venv-test -e '.[train,server,collect,plot,test,check]' $(foreach r,$(TORCH) $(TRITON),'$(r)')
 
 run: env
 	@.venv/bin/python scripts/run.py
