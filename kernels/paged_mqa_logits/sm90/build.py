@@ -1,0 +1,76 @@
+"""From a shape and a config to a compiled kernel. Needs triton, but no GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tilewise.kernels.paged_mqa_logits.sm90 import compat, space
+from tilewise.kernels.paged_mqa_logits.sm90.kernels import _paged_mqa_logits_kernel
+from tilewise.kernels.paged_mqa_logits.spec import Config, Shape
+
+# Requests that one step of the device-side schedule counts; the smallest that covers the batch, or the largest.
+CHUNKS = (64, 256, 1024)
+
+ARGUMENTS = {
+    "block_tables": "*i32",
+    "lens": "*i32",
+    "out": "*fp32",
+    "batch_size": "i32",
+    "max_columns": "i32",
+    "split_kv": "i32",
+    "table_stride": "i64",
+    "lens_stride": "i32",
+    "weights_stride": "i32",
+    "out_stride": "i64",
+}
+
+
+def constants(shape: Shape, config: Config, lens_2d: bool) -> dict[str, Any]:
+    """The kernel's constexprs: equal constants (and options) are one binary."""
+    balanced = config.schedule == "balanced"
+    chunk = next((c for c in CHUNKS if c >= shape.batch_size), CHUNKS[-1]) if balanced else 32
+    return {
+        "NEXT_N": shape.next_n,
+        "HEADS": shape.heads,
+        "HEAD_DIM": shape.head_dim,
+        "BLOCK_KV": shape.block_kv,
+        "FUSE_N": config.fuse_n,
+        "DOT_N": config.dot_n,
+        "IN_FLIGHT": space.in_flight(shape, config),
+        "STAGES": config.num_stages,
+        "CONSUMERS": config.consumers,
+        "TOKEN_SPLIT": config.token_split,
+        "EPILOGUE": config.epilogue,
+        "KEEP_WEIGHTS": space.keeps_weights(shape, config),
+        "BALANCED": balanced,
+        "LENS_2D": lens_2d and shape.next_n > 1,
+        "CHUNK": chunk,
+        "CHUNKS": balanced and shape.batch_size > chunk,
+        "SECOND_SLOTS": space.second_slots(config),
+        "CONSUMER_REGISTERS": space.CONSUMER_REGISTERS[config.consumers],
+    }
+
+
+def options(config: Config) -> dict[str, Any]:
+    """Options of the compiler."""
+    registers = space.kernel_registers(config)
+    return {"num_warps": 4} if registers is None else {"num_warps": 4, "maxnreg": registers}
+
+
+def boxes(shape: Shape) -> dict[str, tuple[str, list[int]]]:
+    """Element type and box of each TMA descriptor, in the order of the kernel's arguments."""
+    rows = min(64, shape.block_kv)
+    return {
+        "k_desc": ("fp8e4nv", [1, rows, shape.head_dim]),
+        "scale_desc": ("fp32", [1, rows]),
+        "q_desc": ("fp8e4nv", [1, 1, shape.heads, shape.head_dim]),
+        "weights_desc": ("fp32", [shape.heads]),
+    }
+
+
+def compile_kernel(shape: Shape, config: Config, lens_2d: bool, target: Any = None) -> Any:
+    """The kernel compiled for this shape, config and kind of lengths; for `target` instead of the current GPU if given."""
+    types = {name: compat.descriptor_type(*box) for name, box in boxes(shape).items()} | ARGUMENTS
+    return compat.compile_kernel(
+        _paged_mqa_logits_kernel, types, constants(shape, config, lens_2d), options(config), target
+    )

@@ -1,0 +1,42 @@
+"""Names of Gluon and of Triton's driver that differ between the releases 3.6 to 3.9, in one place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+# 3.8 renamed the copy and kept the old name; 3.9 dropped it.
+tma_load: Any = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+
+if hasattr(gluon, "aggregate"):  # from 3.9 on
+    aggregate: Any = gluon.aggregate
+else:
+    from triton.language.core import _aggregate as aggregate
+
+constexpr_function: Any = gluon.constexpr_function
+
+_DTYPES = {"fp8e4nv": gl.float8e4nv, "fp32": gl.float32}
+
+
+def box_layout(dtype: str, box: list[int]) -> Any:
+    """Shared memory layout of a TMA box: swizzled where its rows are wide enough."""
+    return gl.NVMMASharedLayout.get_default_for(box, _DTYPES[dtype])
+
+
+def descriptor_type(dtype: str, box: list[int]) -> str:
+    """Triton's name for the type of a descriptor argument."""
+    return f"tensordesc<{dtype}[{', '.join(map(str, box))}],{box_layout(dtype, box)!r}>"
+
+
+def compile_kernel(
+    fn: Any, types: dict[str, str], constants: dict[str, Any], options: dict[str, Any], target: Any = None
+) -> Any:
+    """Compile a Gluon function whose arguments have these types, everything else being constant."""
+    signature = {name: types.get(name, "constexpr") for name in fn.arg_names}
+    source = GluonASTSource(fn=fn, signature=signature, constexprs=constants, attrs={})
+    return triton.compile(source, target=target, options=options)

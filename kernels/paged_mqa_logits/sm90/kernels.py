@@ -1,0 +1,435 @@
+"""Paged MQA logits on Hopper: Gluon device functions, and nothing else.
+
+One producer warp copies query tokens, K tiles and their scales with TMA into rings guarded by barriers; one to four
+consumer warpgroups turn each tile of 64 cached tokens (the rows of the product) and a few query tokens times heads
+(its columns) into logits. A workgroup scores a run of tiles that may cross requests (schedule "balanced": all
+workgroups the same number, counted on the device) or one part of one request (schedule "even").
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from tilewise.kernels.paged_mqa_logits.sm90 import pieces
+from tilewise.kernels.paged_mqa_logits.sm90.compat import constexpr_function, tma_load
+from tilewise.kernels.paged_mqa_logits.sm90.epilogue import _second_operand, _second_weights, _store_tokens, _token_sums
+from tilewise.kernels.paged_mqa_logits.sm90.epilogue import _column_weights, _quad_sums, _second_product
+from tilewise.kernels.paged_mqa_logits.sm90.state import Buffers, Problem, Share
+
+_first_token = constexpr_function(pieces.first_token)
+_piece_count = constexpr_function(pieces.piece_count)
+_piece_start = constexpr_function(pieces.piece_start)
+_piece_tokens = constexpr_function(pieces.piece_tokens)
+
+
+@gluon.jit
+def _lengths(p, request, mask):
+    # What a request's tiles are counted from: its length, or the largest of its tokens' lengths.
+    at = p.lens + request * p.lens_stride
+    length = gl.load(at, mask=mask, other=0)
+    if p.LENS_2D:
+        for t in gl.static_range(1, p.NEXT_N):
+            length = gl.maximum(length, gl.load(at + t, mask=mask, other=0))
+    return length
+
+
+@gluon.jit
+def _extent(p, length):
+    return gl.minimum(gl.maximum(length, 0), p.max_columns)
+
+
+@gluon.jit
+def _tiles(p, length):
+    return (_extent(p, length) + 63) // 64
+
+
+@gluon.jit
+def _plus(a, b):
+    return a + b
+
+
+@gluon.jit
+def _balanced_share(p, lane, length, CHUNK: gl.constexpr, CHUNKS: gl.constexpr):
+    # Every warp holds a whole chunk of requests, so that scan and sums stay in registers and shuffles. CHUNKS is False
+    # where one chunk covers the batch; otherwise a first loop adds up the tiles, a second one finds the chunk.
+    tiles = _tiles(p, length) * p.GROUPS
+    added = tiles
+    if CHUNKS:
+        for first in range(CHUNK, p.batch_size, CHUNK):
+            other = _lengths(p, first + lane, first + lane < p.batch_size)
+            added += _tiles(p, other) * p.GROUPS
+    total = gl.sum(added, 0)
+    programs = gl.num_programs(0)
+    pid = gl.program_id(0)
+    each = total // programs
+    extra = total % programs
+    start = pid * each + gl.minimum(pid, extra)
+    count = each + (pid < extra).to(gl.int32)
+    request = 0
+    if CHUNKS:
+        here = gl.sum(tiles, 0)
+        while (here <= start) & (request + CHUNK < p.batch_size):
+            start -= here
+            request += CHUNK
+            length = _lengths(p, request + lane, request + lane < p.batch_size)
+            tiles = _tiles(p, length) * p.GROUPS
+            here = gl.sum(tiles, 0)
+    passed = gl.associative_scan(tiles, 0, _plus) <= start
+    skipped = gl.sum(passed.to(gl.int32), 0)
+    tile = start - gl.sum(gl.where(passed, tiles, 0), 0)
+    own_length = gl.sum(gl.where(lane == skipped, length, 0), 0)
+    group = 0
+    if p.GROUPS > 1:
+        own_tiles = gl.maximum(_tiles(p, own_length), 1)
+        group = tile // own_tiles
+        tile = tile % own_tiles
+    return Share(request + skipped, gl.to_tensor(group), tile, count, own_length)
+
+
+@gluon.jit
+def _even_share(p, request, group, split, split_kv, length):
+    tiles = _tiles(p, length)
+    first = split * tiles // split_kv
+    return Share(request, group, first, (split + 1) * tiles // split_kv - first, length)
+
+
+@gluon.jit
+def _following_length(p, request):
+    # Loaded a segment ahead: its latency hides behind the segment's tiles.
+    return _lengths(p, gl.minimum(request + 1, p.batch_size - 1), True)
+
+
+@gluon.jit
+def _page_ids(p, row, tile, last_page):
+    # Page ids of the next four tiles. Never past the last page that the request fills: later entries may be anything.
+    ids = ()
+    for u in gl.static_range(4):
+        if p.BLOCK_KV >= 64:
+            ids = ids + (gl.load(row + gl.minimum((tile + u) // (p.BLOCK_KV // 64), last_page)),)
+        else:
+            for v in gl.static_range(64 // p.BLOCK_KV):
+                ids = ids + (gl.load(row + gl.minimum((tile + u) * (64 // p.BLOCK_KV) + v, last_page)),)
+    return ids
+
+
+@gluon.jit
+def _producer(p, buf, share, k_desc, scale_desc, q_desc, weights_desc):
+    ROWS: gl.constexpr = 64 if p.BLOCK_KV >= 64 else p.BLOCK_KV  # of one copy
+    COPIES: gl.constexpr = 64 // ROWS
+    REST: gl.constexpr = p.NEXT_N % p.FUSE_N
+    TOKEN_BYTES: gl.constexpr = p.HEADS * (p.HEAD_DIM + 4)
+    request = share.request
+    group = share.group
+    tile = share.tile
+    left = share.count
+    length = share.length
+    copied = 0
+    turn = 0
+    while left > 0:
+        here = gl.minimum(_tiles(p, length) - tile, left)
+        following = length
+        if p.BALANCED:
+            following = _following_length(p, request)
+        if here > 0:
+            row = p.block_tables + request.to(gl.int64) * p.table_stride
+            last_page = (_extent(p, length) - 1) // p.BLOCK_KV
+            ids = _page_ids(p, row, tile, last_page)
+            slot = turn % 2
+            full = buf.q_full.index(slot)
+            mbarrier.wait(buf.q_empty.index(slot), ((turn // 2) & 1) ^ 1)
+            if REST == 0:
+                mbarrier.expect(full, p.FUSE_N * TOKEN_BYTES)
+            else:
+                mbarrier.expect(full, p.FUSE_N * TOKEN_BYTES, pred=group < p.GROUPS - 1)
+                mbarrier.expect(full, REST * TOKEN_BYTES, pred=group == p.GROUPS - 1)
+            for t in gl.static_range(p.FUSE_N):
+                token = group * p.FUSE_N + t
+                live = True if REST == 0 else token < p.NEXT_N
+                tma_load(q_desc, [request, token, 0, 0], full, buf.q.index(slot * p.FUSE_N + t), pred=live)
+                at = (request * p.NEXT_N + token) * p.weights_stride
+                tma_load(weights_desc, [at], full, buf.weights.index(slot * p.FUSE_N + t), pred=live)
+            for i in range(0, here, 4):
+                now = ids
+                ids = _page_ids(p, row, tile + i + 4, last_page)
+                for u in gl.static_range(4):
+                    if i + u < here:
+                        stage = copied % p.STAGES
+                        mbarrier.wait(buf.k_empty.index(stage), ((copied // p.STAGES) & 1) ^ 1)
+                        full_k = buf.k_full.index(stage)
+                        mbarrier.expect(full_k, 64 * (p.HEAD_DIM + 4))
+                        first = ((tile + i + u) * 64) % p.BLOCK_KV if p.BLOCK_KV > 64 else 0
+                        for v in gl.static_range(COPIES):
+                            page = now[u * COPIES + v]
+                            into = stage * COPIES + v
+                            tma_load(k_desc, [page, first, 0], full_k, buf.k.index(into))
+                            scale_at = p.BLOCK_KV * p.HEAD_DIM // 4 + first
+                            tma_load(scale_desc, [page, scale_at], full_k, buf.k_scale.index(into))
+                        copied += 1
+            turn += 1
+        left -= here
+        tile = 0
+        if p.GROUPS == 1:
+            request += 1
+            length = following
+        else:
+            group += 1
+            if group == p.GROUPS:
+                group = 0
+                request += 1
+                length = following
+
+
+@gluon.jit
+def _q_piece(p, buf, token, TOKENS: gl.constexpr):
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TOKENS * p.HEADS, p.HEAD_DIM], gl.float8e4nv)
+    return buf.q.index(token)._reinterpret(gl.float8e4nv, [TOKENS * p.HEADS, p.HEAD_DIM], LAYOUT)
+
+
+@gluon.jit
+def _product(p, buf, k, token, TOKENS: gl.constexpr):
+    COLUMNS: gl.constexpr = TOKENS * p.HEADS
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
+    zero = gl.zeros([64, COLUMNS], gl.float32, LAYOUT)
+    q = _q_piece(p, buf, token, TOKENS).permute((1, 0))
+    return warpgroup_mma(k, q, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _score(
+    p, buf, slot, request, group, length, tile, here, done, TOKENS: gl.constexpr, INDEX: gl.constexpr
+):  # fmt: skip
+    # `here` tiles of one token group of one request, from `tile` on; `done` tiles of this workgroup came before.
+    PART: gl.constexpr = INDEX % p.TOKEN_SPLIT
+    SETS: gl.constexpr = p.CONSUMERS // p.TOKEN_SPLIT  # of consumers that work on different tiles
+    SET: gl.constexpr = INDEX // p.TOKEN_SPLIT
+    FIRST: gl.constexpr = _first_token(TOKENS, p.TOKEN_SPLIT, PART)
+    OWN: gl.constexpr = _first_token(TOKENS, p.TOKEN_SPLIT, PART + 1) - FIRST
+    PIECES: gl.constexpr = _piece_count(OWN, p.DOT_N)
+    SECOND: gl.constexpr = p.EPILOGUE == "bf16" or p.EPILOGUE == "tf32"
+    SLOTS: gl.constexpr = buf.second.shape[0] // p.CONSUMERS
+    ROW: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.HEADS, 32]))
+    K_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, p.HEAD_DIM], gl.float8e4nv)
+    k_tiles = buf.k._reinterpret(gl.float8e4nv, [p.STAGES, 64, p.HEAD_DIM], K_LAYOUT)
+    k_scales = buf.k_scale._reinterpret(gl.float32, [p.STAGES, 64], gl.NVMMASharedLayout(0, 32, 1))
+
+    base = slot * p.FUSE_N + FIRST
+    weights = ()
+    if SECOND:
+        for j in gl.static_range(PIECES):
+            _second_weights(
+                p, buf, base + _piece_start(OWN, p.DOT_N, j), INDEX * SLOTS + j,
+                _piece_start(OWN, p.DOT_N, j) % 4, _piece_tokens(OWN, p.DOT_N, j),
+            )  # fmt: skip
+        fence_async_shared()
+    elif p.KEEP_WEIGHTS:
+        for j in gl.static_range(PIECES):
+            at = base + _piece_start(OWN, p.DOT_N, j)
+            weights = weights + (_column_weights(p, buf, at, _piece_tokens(OWN, p.DOT_N, j)),)
+
+    token = group * p.FUSE_N + FIRST
+    extent = _extent(p, length)
+    if p.LENS_2D:
+        bounds = p.lens + request * p.lens_stride + token
+        low = gl.load(bounds)
+        for t in gl.static_range(1, OWN):
+            low = gl.minimum(low, gl.load(bounds + t))
+    else:
+        low = length - p.NEXT_N + 1 + token
+    low = gl.minimum(low, extent)  # from this column on, a tile needs masks
+    row = request * p.NEXT_N + token
+
+    i = (SET + SETS - done % SETS) % SETS
+    while i < here:
+        stage = (done + i) % p.STAGES
+        mbarrier.wait(buf.k_full.index(stage), ((done + i) // p.STAGES) & 1)
+        k = k_tiles.index(stage)
+        accs = ()
+        for j in gl.static_range(PIECES if PIECES < p.IN_FLIGHT else p.IN_FLIGHT):
+            accs = accs + (
+                _product(p, buf, k, base + _piece_start(OWN, p.DOT_N, j), _piece_tokens(OWN, p.DOT_N, j)),
+            )
+        scale = k_scales.index(stage).load(ROW)
+        column = (tile + i) * 64
+        masked = column + 64 > low
+        sums = ()
+        second = gl.zeros([64, 8], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16]))
+        for j in gl.static_range(PIECES):
+            acc = warpgroup_mma_wait((p.IN_FLIGHT if PIECES - j > p.IN_FLIGHT else PIECES - j) - 1, deps=(accs[j],))
+            if j == PIECES - 1:
+                mbarrier.arrive(buf.k_empty.index(stage), count=1)
+            if SECOND:
+                second = _second_product(
+                    p, buf, _second_operand(p, acc), second, INDEX * SLOTS + j,
+                    _piece_start(OWN, p.DOT_N, j) % 4 != 0, _piece_tokens(OWN, p.DOT_N, j),
+                )  # fmt: skip
+            else:
+                if p.KEEP_WEIGHTS:
+                    w = weights[j]
+                else:
+                    at = base + _piece_start(OWN, p.DOT_N, j)
+                    w = _column_weights(p, buf, at, _piece_tokens(OWN, p.DOT_N, j))
+                sums = sums + _token_sums(p, acc, w, _piece_tokens(OWN, p.DOT_N, j))
+            if j == PIECES - 1 or _piece_start(OWN, p.DOT_N, j + 1) % 4 == 0:
+                if SECOND:
+                    y8 = warpgroup_mma_wait(0, deps=(second,))
+                    y = gl.sum(gl.reshape(y8, [64, 4, 2]), 2)
+                    second = gl.zeros([64, 8], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16]))
+                else:
+                    y = _quad_sums(sums, (_piece_start(OWN, p.DOT_N, j + 1) - 1) % 4 + 1)
+                    sums = ()
+                _store_tokens(
+                    p, y, scale, row, request, token, length, extent, column, masked,
+                    (_piece_start(OWN, p.DOT_N, j + 1) - 1) // 4 * 4, (_piece_start(OWN, p.DOT_N, j + 1) - 1) % 4 + 1,
+                )  # fmt: skip
+            if j + p.IN_FLIGHT < PIECES:
+                accs = accs + (
+                    _product(
+                        p, buf, k, base + _piece_start(OWN, p.DOT_N, j + p.IN_FLIGHT),
+                        _piece_tokens(OWN, p.DOT_N, j + p.IN_FLIGHT),
+                    ),
+                )  # fmt: skip
+        i += SETS
+
+
+@gluon.jit
+def _consumer(p, buf, share, INDEX: gl.constexpr):
+    request = share.request
+    group = share.group
+    tile = share.tile
+    left = share.count
+    length = share.length
+    done = 0
+    turn = 0
+    while left > 0:
+        here = gl.minimum(_tiles(p, length) - tile, left)
+        following = length
+        if p.BALANCED:
+            following = _following_length(p, request)
+        if here > 0:
+            slot = turn % 2
+            mbarrier.wait(buf.q_full.index(slot), (turn // 2) & 1)
+            if p.NEXT_N % p.FUSE_N == 0:
+                _score(p, buf, slot, request, group, length, tile, here, done, p.FUSE_N, INDEX)
+            else:
+                if group < p.GROUPS - 1:
+                    _score(p, buf, slot, request, group, length, tile, here, done, p.FUSE_N, INDEX)
+                else:
+                    _score(p, buf, slot, request, group, length, tile, here, done, p.NEXT_N % p.FUSE_N, INDEX)
+            mbarrier.arrive(buf.q_empty.index(slot), count=1)
+            done += here
+            turn += 1
+        left -= here
+        tile = 0
+        if p.GROUPS == 1:
+            request += 1
+            length = following
+        else:
+            group += 1
+            if group == p.GROUPS:
+                group = 0
+                request += 1
+                length = following
+
+
+@gluon.jit
+def _paged_mqa_logits_kernel(
+    k_desc, scale_desc, q_desc, weights_desc, block_tables, lens, out, batch_size, max_columns, split_kv,
+    table_stride, lens_stride, weights_stride, out_stride,
+    NEXT_N: gl.constexpr, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_KV: gl.constexpr,
+    FUSE_N: gl.constexpr, DOT_N: gl.constexpr, IN_FLIGHT: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr, TOKEN_SPLIT: gl.constexpr, EPILOGUE: gl.constexpr, KEEP_WEIGHTS: gl.constexpr,
+    BALANCED: gl.constexpr, LENS_2D: gl.constexpr, CHUNK: gl.constexpr, CHUNKS: gl.constexpr,
+    SECOND_SLOTS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    gl.static_assert(STAGES % (CONSUMERS // TOKEN_SPLIT) == 0, "a ring slot must always belong to the same consumers")
+    p = Problem(
+        block_tables, lens, out, batch_size, max_columns, table_stride, lens_stride, weights_stride, out_stride,
+        NEXT_N, HEADS, HEAD_DIM, BLOCK_KV, FUSE_N, DOT_N, IN_FLIGHT, STAGES, CONSUMERS, TOKEN_SPLIT, EPILOGUE,
+        KEEP_WEIGHTS, BALANCED, LENS_2D,
+    )  # fmt: skip
+    # The lengths are asked for before anything else: the barriers are set up while they arrive.
+    if BALANCED:
+        lane = gl.arange(0, CHUNK, layout=gl.BlockedLayout([CHUNK // 32], [32], [gl.num_warps()], [0]))
+        length = _lengths(p, lane, lane < batch_size)
+    else:
+        split = gl.program_id(0) % split_kv
+        group = gl.program_id(0) // split_kv % p.GROUPS
+        request = gl.program_id(0) // split_kv // p.GROUPS
+        length = _lengths(p, request, True)
+
+    COPIES: gl.constexpr = 1 if BLOCK_KV >= 64 else 64 // BLOCK_KV
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    F8: gl.constexpr = gl.float8e4nv
+    buf = Buffers(
+        gl.allocate_shared_memory(F8, [STAGES * COPIES, 1, 64 // COPIES, HEAD_DIM], k_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES * COPIES, 1, 64 // COPIES], scale_desc.layout),
+        gl.allocate_shared_memory(F8, [2 * FUSE_N, 1, 1, HEADS, HEAD_DIM], q_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [2 * FUSE_N, HEADS], weights_desc.layout),
+        gl.allocate_shared_memory(
+            gl.float32 if EPILOGUE == "tf32" else gl.bfloat16, [CONSUMERS * SECOND_SLOTS, 8, DOT_N * HEADS],
+            gl.NVMMASharedLayout.get_default_for(
+                [8, DOT_N * HEADS], gl.float32 if EPILOGUE == "tf32" else gl.bfloat16
+            ),
+        ),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
+        gl.allocate_shared_memory(gl.int64, [2, 1], barrier),
+        gl.allocate_shared_memory(gl.int64, [2, 1], barrier),
+    )  # fmt: skip
+    # Triton puts a workgroup barrier between two inits of one array, so the arrays take turns.
+    for i in gl.static_range(STAGES):
+        mbarrier.init(buf.k_full.index(i), count=1)
+        mbarrier.init(buf.k_empty.index(i), count=TOKEN_SPLIT)
+        if i < 2:
+            mbarrier.init(buf.q_full.index(i), count=1)
+            mbarrier.init(buf.q_empty.index(i), count=CONSUMERS)
+    fence_async_shared()
+
+    if BALANCED:
+        share = _balanced_share(p, lane, length, CHUNK, CHUNKS)
+    else:
+        share = _even_share(p, request, group, split, split_kv, length)
+
+    if CONSUMERS == 1:
+        gl.warp_specialize(
+            [
+                (_consumer, (p, buf, share, 0)),
+                (_producer, (p, buf, share, k_desc, scale_desc, q_desc, weights_desc)),
+            ],
+            [1], [24],
+        )  # fmt: skip
+    elif CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_consumer, (p, buf, share, 0)),
+                (_consumer, (p, buf, share, 1)),
+                (_producer, (p, buf, share, k_desc, scale_desc, q_desc, weights_desc)),
+            ],
+            [4, 1], [CONSUMER_REGISTERS, 24],
+        )  # fmt: skip
+    elif CONSUMERS == 3:
+        gl.warp_specialize(
+            [
+                (_consumer, (p, buf, share, 0)),
+                (_consumer, (p, buf, share, 1)),
+                (_consumer, (p, buf, share, 2)),
+                (_producer, (p, buf, share, k_desc, scale_desc, q_desc, weights_desc)),
+            ],
+            [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer, (p, buf, share, 0)),
+                (_consumer, (p, buf, share, 1)),
+                (_consumer, (p, buf, share, 2)),
+                (_consumer, (p, buf, share, 3)),
+                (_producer, (p, buf, share, k_desc, scale_desc, q_desc, weights_desc)),
+            ],
+            [4, 4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, CONSUMER_REGISTERS, 24],
+        )  # fmt: skip
