@@ -23,7 +23,18 @@ import tilewise
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("data", "dispatch", "kernels", "models")
 # What an import of the selector must do without; each is an extra, or comes with one.
-EXTRAS = ("fastapi", "joblib", "matplotlib", "pandas", "pyarrow", "pydantic", "rich", "scipy", "sklearn", "starlette")
+EXTRAS: tuple[str, ...] = (
+    "fastapi",
+    "joblib",
+    "matplotlib",
+    "pandas",
+    "pyarrow",
+    "pydantic",
+    "rich",
+    "scipy",
+    "sklearn",
+    "starlette",
+)
 EXTRAS += ("torch", "triton", "uvicorn")
 
 BLOCKER = """
