@@ -29,8 +29,10 @@ def reference_logits(
 
     for p below the token's bound: context_lens[b] - n + t + 1, or context_lens[b, t]. Later columns below the request's
     extent (context_lens[b], or the largest of its row) are -inf; columns from there on hold `untouched`. The second
-    result has |weights| in place of weights and 0 where nothing is scored. Both [batch_size * next_n, max_model_len],
-    of `dtype`, in which everything is computed.
+    result has |weights| in place of weights, and 0 where nothing is scored. Where relu clips nearly all heads it is
+    held at a quarter of what products of these lengths come to on average: there, the rounding of the products that
+    were clipped is all that is left of an element, and no measure of the kernel. Both results are
+    [batch_size * next_n, max_model_len], of `dtype`, in which everything is computed.
     """
     batch_size, next_n, heads, head_dim = q.shape
     block_kv = kv_cache.shape[1]
@@ -51,7 +53,9 @@ def reference_logits(
         scores = (q[b].to(dtype).view(next_n * heads, head_dim) @ k.T).view(next_n, heads, extent).relu_()
         w = weights[b * next_n : (b + 1) * next_n].to(dtype).unsqueeze(1)  # [next_n, 1, heads]
         summed = torch.bmm(w, scores).squeeze(1) * k_scale  # [next_n, extent]
-        magnitude = torch.bmm(w.abs(), scores).squeeze(1) * k_scale
+        lengths = q[b].to(dtype).norm(dim=-1, keepdim=True)  # [next_n, heads, 1]
+        usual = torch.bmm(w.abs(), lengths).view(next_n, 1) * (k.norm(dim=1) * k_scale) * head_dim**-0.5
+        magnitude = torch.maximum(torch.bmm(w.abs(), scores).squeeze(1) * k_scale, usual / 4)
         hidden = torch.arange(extent, device=q.device) >= bounds.unsqueeze(1)  # [next_n, extent]
         rows = slice(b * next_n, (b + 1) * next_n)
         logits[rows, :extent] = summed.masked_fill_(hidden, float("-inf"))
@@ -71,7 +75,6 @@ def worst_error(logits: Tensor, expected: Tensor, work: Tensor) -> tuple[float, 
     if not bool((logits.isnan() == untouched).all()) or not bool(((logits == float("-inf")) == hidden).all()):
         return float("inf"), float("inf")
     error = torch.where(scored, (logits.to(expected.dtype) - expected).abs(), 0.0)
-    # A column whose products are all negative has no work, and must be exactly zero.
     element = torch.where(error > 0, error / work, 0.0).max() if error.numel() else torch.zeros(())
     norm = torch.where(scored, expected, 0.0).norm()
     return float(element), float(error.norm() / norm) if norm > 0 else float(error.norm())
