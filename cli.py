@@ -1,0 +1,192 @@
+"""The `tilewise` command: the parser, and errors as one plain line. What commands do is in cli_commands.py."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tilewise import cli_commands as commands
+from tilewise.cli_commands import FALLBACK_ARCH
+from tilewise.data.records import COLUMNS
+from tilewise.errors import TilewiseError
+from tilewise.kernels.arch import ARCHS
+from tilewise.kernels.paged_mqa_logits.spec import Shape
+from tilewise.kernels.registry import OPS
+
+# Subcommands whose modules need a GPU's software: name to module and help. A module has
+# `add_arguments(parser)` and `run(args) -> int`, and is imported when its command is given.
+LAZY = {
+    "collect": ("tilewise.kernels.collect", "time launches on this GPU and write profile rows"),
+    "audit": ("tilewise.kernels.paged_mqa_logits.gfx950.audit", "compile the gfx950 kernels and check their code"),
+}
+
+# What brings each optional package.
+EXTRAS = {
+    "fastapi": "server",
+    "pyarrow": "train",
+    "pydantic": "server",
+    "rich": "train",
+    "sklearn": "train",
+    "starlette": "server",
+    "torch": "gpu",
+    "tqdm": "collect",
+    "triton": "gpu",
+    "uvicorn": "server",
+}
+
+OP = "paged_mqa_logits"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0 done, 1 done in part or a check failed, 2 refused."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        args = build_parser(words[0] if words else None).parse_args(words)
+        code: int = args.run(args)
+        sys.stdout.flush()
+        return code
+    except TilewiseError as error:
+        print(f"tilewise: {error}", file=sys.stderr)
+    except ImportError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in EXTRAS:
+            raise
+        print(f"tilewise: this needs {missing}: pip install 'tilewise[{EXTRAS[missing]}]'", file=sys.stderr)
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough; Python must not flush into it at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    return 2
+
+
+def build_parser(command: str | None = None) -> argparse.ArgumentParser:
+    """The parser. Of the commands in LAZY only `command` gets its arguments, since they take imports."""
+    parser = argparse.ArgumentParser(
+        prog="tilewise", description="Pick how to launch GPU attention-indexer kernels, from measured timings."
+    )
+    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, (text, add_arguments, run) in COMMANDS.items():
+        own = subparsers.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        add_arguments(own)
+        own.set_defaults(run=run)
+    for name, (module, text) in LAZY.items():
+        if _exists(module):
+            own = subparsers.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+            if name == command:
+                loaded: Any = importlib.import_module(module)
+                loaded.add_arguments(own)
+                own.set_defaults(run=loaded.run)
+    return parser
+
+
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _home(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--home", help="folder of imported profiles and published models (default: $TILEWISE_HOME)")
+
+
+def _arch(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--arch", help=f"GPU: {', '.join(ARCHS)}, or an ISA (default: this machine's GPU, or {FALLBACK_ARCH})"
+    )
+    parser.add_argument("--op", choices=list(OPS), default=OP, help=f"op (default: {OP})")
+
+
+def _json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _shape(parser: argparse.ArgumentParser) -> None:
+    meaning = {column.name: column.doc for column in COLUMNS}
+    for field in dataclasses.fields(Shape):
+        required = field.default is dataclasses.MISSING
+        note = "" if required else f" (default: {field.default or 'max_context_len'})"
+        parser.add_argument(
+            "--" + field.name.replace("_", "-"),
+            type=str if isinstance(field.default, str) else int,
+            required=required,
+            metavar="N",
+            help=meaning[field.name] + note,
+        )
+    _arch(parser)
+    _home(parser)
+    _json(parser)
+
+
+def add_rank(parser: argparse.ArgumentParser) -> None:
+    _shape(parser)
+    parser.add_argument("--top", type=int, metavar="N", help="print the best N only")
+
+
+def add_evaluate(parser: argparse.ArgumentParser) -> None:
+    _arch(parser)
+    _home(parser)
+    _json(parser)
+    parser.add_argument("--seed", type=int, default=0, help="seed of folds and training (default: 0)")
+    parser.add_argument("--leave-out", action="append", default=[], metavar="FIELD", help="hold out each value in turn")
+
+
+def add_train(parser: argparse.ArgumentParser) -> None:
+    _arch(parser)
+    _home(parser)
+    _json(parser)
+    parser.add_argument("--seed", type=int, default=0, help="seed of training (default: 0)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write the bundle to DIR and publish nothing")
+
+
+def add_import(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="Parquet, JSON lines or CSV, by content")
+    _home(parser)
+    _json(parser)
+
+
+def add_serve(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on (default: 8000)")
+    parser.add_argument("--workers", type=int, default=1, metavar="N", help="processes (default: 1)")
+    parser.add_argument(
+        "--arch", action="append", help="GPU to serve, repeatable; the first is the default (default: all)"
+    )
+    parser.add_argument("--log-level", default="info", choices=("critical", "error", "warning", "info", "debug"))
+    _home(parser)
+
+
+def add_models(parser: argparse.ArgumentParser) -> None:
+    _arch(parser)
+    _home(parser)
+    _json(parser)
+    change = parser.add_mutually_exclusive_group()
+    change.add_argument("--promote", metavar="DIGEST", help="put a published version in force, by its first digits")
+    change.add_argument("--rollback", action="store_true", help="put the version before the present one in force")
+
+
+# Name to help, arguments and action, in the order of `tilewise --help`.
+COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]] = {
+    "select": ("print the config to launch for a shape", _shape, commands.run_select),
+    "rank": ("print every candidate for a shape, best first", add_rank, commands.run_rank),
+    "explain": ("print the decision for a shape and why each other candidate lost", _shape, commands.run_explain),
+    "evaluate": (
+        "print the regret of the model on held-out shapes, beside three baselines",
+        add_evaluate,
+        commands.run_evaluate,
+    ),
+    "train": ("train a model on shipped and imported timings and publish it", add_train, commands.run_train),
+    "import": ("check profile files and add their good rows to the store", add_import, commands.run_import),
+    "models": ("list the published models, promote one or go back", add_models, commands.run_models),
+    "serve": ("run the REST service", add_serve, commands.run_serve),
+    "schema": ("print the columns of a profile", _json, commands.run_schema),
+    "version": ("print the version", _json, commands.run_version),
+}

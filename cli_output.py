@@ -1,0 +1,104 @@
+"""What `tilewise` prints: JSON, decisions, tables and progress."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tilewise.dispatch.decision import Decision, Explanation
+from tilewise.kernels.paged_mqa_logits.spec import Shape
+
+Progress = Callable[[str, int, int], None]  # what, done, of how many
+_FIGURES = ("geomean_regret", "p90_regret", "worst_regret", "within_2pct", "within_5pct")
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, allow_nan=False))
+
+
+def note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def print_fields(fields: dict[str, Any]) -> None:
+    for name, value in fields.items():
+        print(f"{name:<14}{value}")
+
+
+def us(value: float | None) -> str:
+    return "not predicted" if value is None else f"{value:.2f} us"
+
+
+def print_decision(arch: str, shape: Shape, decision: Decision) -> None:
+    """A decision, one line a field."""
+    print_fields(
+        {
+            "shape": " ".join(f"{name}={value}" for name, value in shape.to_dict().items()),
+            "arch": arch,
+            "config": decision.config,
+            "predicted": us(decision.predicted_us),
+            "runner-up": decision.runner_up or "none",
+            "margin": "none" if decision.margin is None else f"{100 * decision.margin:.2f} %",
+            "source": decision.source,
+            "regime": decision.regime,
+            "reason": decision.reason,
+            "model": decision.model_id or "none",
+        }
+    )
+
+
+def print_explanation(explained: Explanation) -> None:
+    """The decision, the nearest measured shapes, and every other candidate with its reason."""
+    print_decision(explained.arch, explained.shape, explained.decision)
+    print(f"{'floor':<14}{us(explained.floor_us)}")
+    print("\nnearest measured shapes" if explained.nearest else "\nno measured shape to compare with")
+    for near in explained.nearest:
+        print(f"  {near.shape}: {near.config} took {us(near.latency_us)}")
+    print("\nrejected")
+    for one in explained.rejected:
+        print(f"  {one.config}: {one.reason}")
+
+
+def print_evaluation(result: dict[str, Any]) -> None:
+    print(f"{result['op']} on {result['arch']}: {result['judged_shapes']} held-out shapes judged, of", end=" ")
+    print(f"{result['measured_shapes']} measured\n")
+    print(f"{'':<10}" + "".join(f"{name:>16}" for name in _FIGURES))
+    for name, figures in {"model": result, **result["baselines"]}.items():
+        print(f"{name:<10}" + "".join(f"{figures[figure]:>16.4f}" for figure in _FIGURES))
+
+
+def print_metrics(metrics: dict[str, Any]) -> None:
+    for name, value in metrics.items():
+        if not isinstance(value, dict):
+            print(f"{name:<26}{value}")
+
+
+@contextlib.contextmanager
+def progress_bar() -> Iterator[Progress]:
+    """A bar on a terminal, one line a stage elsewhere; both on stderr."""
+    if not sys.stderr.isatty():
+        seen: set[str] = set()
+
+        def line(what: str, done: int, total: int) -> None:
+            if what not in seen:
+                seen.add(what)
+                note(f"{what} ...")
+
+        yield line
+        return
+    from rich.console import Console
+    from rich.progress import Progress as Bars
+    from rich.progress import TaskID
+
+    with Bars(console=Console(stderr=True)) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def update(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=total)
+            bars.update(tasks[what], completed=done, total=total)
+
+        yield update
