@@ -1,0 +1,200 @@
+"""How one shape is weighed: exact, model, nearest, prior, default. No state and no memo; selector.py has those."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from tilewise.dispatch.decision import Decision, RegimeName, Source
+from tilewise.kernels.arch import Arch
+from tilewise.kernels.paged_mqa_logits.spec import Config, Shape, candidates, default_config, space
+from tilewise.models.bundle import Bundle
+from tilewise.models.choice import choose
+from tilewise.models.measurements import installed_hash
+from tilewise.models.transfer import transfer
+
+# An analytic prior is no measurement: the default gives way only to a gain beyond the prior's error.
+PRIOR_MARGIN = 0.05
+FAILED = "it failed when this shape was measured"
+
+
+@dataclass(frozen=True)
+class Knowledge:
+    """What there is to choose by: a bundle or why there is none, and which of its kernels do not count."""
+
+    bundle: Bundle | None
+    problem: str  # why there is no bundle; empty where there is one
+    stale: dict[str, str]  # kernel to why its timings do not count
+
+    @classmethod
+    def of(cls, bundle: Bundle | None, problem: str = "") -> Knowledge:
+        """Compare a bundle's kernels with the installed ones."""
+        stale = {}
+        for kernel, measured in (bundle.kernel_hashes if bundle else {}).items():
+            installed = installed_hash(kernel)
+            if installed is None:
+                stale[kernel] = f"kernel {kernel} of the bundle is not installed"
+            elif installed != measured:
+                stale[kernel] = f"kernel {kernel} was measured as source {measured}, but {installed} is installed"
+        return cls(bundle, problem, stale)
+
+    @property
+    def model_id(self) -> str | None:
+        """Short name of the bundle in force."""
+        return self.bundle.model_id if self.bundle else None
+
+
+@dataclass
+class Assessment:
+    """The configs on offer for one shape, what is known of each, and the choice."""
+
+    shape: Shape
+    configs: list[Config]
+    default: int
+    times: npt.NDArray[np.float64]  # microseconds, NaN where unknown
+    model_id: str | None
+    chosen: int
+    runner_up: int | None = None
+    source: Source = "default"
+    time_source: Source | None = None  # where the times are from
+    regime: RegimeName = "inside"
+    reason: str = ""
+    notes: dict[int, str] = field(default_factory=dict)  # why a config could not be chosen
+    misses: list[str] = field(default_factory=list)  # fallbacks to count, by name
+
+    def decision(self) -> Decision:
+        """The record of the choice."""
+        predicted = self.time_of(self.chosen)
+        second = None if self.runner_up is None else self.time_of(self.runner_up)
+        return Decision(
+            config=self.configs[self.chosen],
+            predicted_us=predicted,
+            margin=None if predicted is None or second is None else second / predicted - 1.0,
+            runner_up=None if self.runner_up is None else self.configs[self.runner_up],
+            source=self.source,
+            regime=self.regime,
+            reason=self.reason,
+            model_id=self.model_id,
+        )
+
+    def time_of(self, at: int) -> float | None:
+        """Microseconds of one config, None where unknown."""
+        time = float(self.times[at])
+        return time if time == time else None
+
+
+def assess(shape: Shape, arch: Arch, known: Knowledge, *, use_exact: bool = True) -> Assessment:
+    """Weigh a shape. Raises InvalidConfigError where no kernel serves it on this arch."""
+    default = default_config(shape, arch)
+    if shape.batch_size == 0 or shape.max_context_len == 0:
+        found = fallback(shape, default, known)
+        found.reason = "empty batch: the default config." if shape.batch_size == 0 else "empty context: the default."
+        return found
+    configs = candidates(shape, arch)
+    at = configs.index(default)
+    found = Assessment(shape, configs, at, np.full(len(configs), np.nan), known.model_id, at)
+    bundle = known.bundle
+    if bundle is None:
+        return _prior(found, arch, "no_bundle", known.problem)
+
+    _note_kernels(found, bundle, known)
+    if at in found.notes:  # without a time for the default, nothing can be said to beat it
+        return _prior(found, arch, "default_unknown", found.notes[at])
+    index = bundle.exact.find(shape)
+    measured = {} if index is None else bundle.exact.times(index)
+    for i, config in enumerate(configs):
+        time = measured.get(config)
+        if time is not None and time != time:
+            found.notes.setdefault(i, FAILED)
+    usable = [i for i in range(len(configs)) if i not in found.notes]
+    if not usable:
+        return _prior(found, arch, "all_failed", "every config failed when this shape was measured")
+
+    if use_exact and index is not None:
+        if all(configs[i] in measured for i in usable):
+            found.times[usable] = [measured[configs[i]] for i in usable]
+            return _choose(found, bundle, known, "exact")
+        found.misses.append("partly_measured")
+    found.times[usable] = bundle.predict_us(shape, [configs[i] for i in usable])
+    outside = bundle.regime.outside(shape)
+    if not outside:
+        return _choose(found, bundle, known, "model")
+
+    text = "; ".join(one.text for one in outside)
+    allowed, why = bundle.regime.transfer_allowed(outside)
+    near = bundle.exact.nearest(shape, 1, same_pages=True) if allowed else []
+    found.time_source = "model"
+    if not near:
+        return _prior(found, arch, "extrapolated", f"extrapolated: {text}; {why}")
+    source = bundle.exact.shape(near[0][0])
+    best, _ = bundle.exact.best(near[0][0])
+    found.chosen = usable[transfer(best, source, shape, [configs[i] for i in usable])]
+    found.source, found.regime = "nearest", "extrapolated"
+    found.misses.append("extrapolated")
+    found.reason = f"extrapolated: {text}; the best config of the nearest measured shape, since {why}."
+    return found
+
+
+def fallback(shape: Shape, default: Config, known: Knowledge) -> Assessment:
+    """The default, with nothing weighed."""
+    return Assessment(shape, [default], 0, np.full(1, np.nan), known.model_id, 0)
+
+
+def _note_kernels(found: Assessment, bundle: Bundle, known: Knowledge) -> None:
+    """Mark the configs of kernels whose timings are stale or missing."""
+    for i, config in enumerate(found.configs):
+        if config.kernel in known.stale:
+            found.notes[i] = known.stale[config.kernel]
+        elif config.kernel not in bundle.kernel_hashes:
+            found.notes[i] = f"kernel {config.kernel} is not in the bundle"
+    if known.stale:
+        found.misses.append("stale_kernel")
+    if any(c.kernel not in bundle.kernel_hashes for c in found.configs):
+        found.misses.append("unmeasured_kernel")
+
+
+def _choose(found: Assessment, bundle: Bundle, known: Knowledge, source: Source) -> Assessment:
+    """Take the best by the times, unless the default is as good within noise."""
+    margin = bundle.noise_margin
+    found.chosen, found.runner_up = choose(found.configs, found.times, found.default, margin)
+    found.source = found.time_source = source
+    verb = "measured" if source == "exact" else "predicted"
+    timed = int((~np.isnan(found.times)).sum())
+    default_us = float(found.times[found.default])
+    if found.chosen == found.default:
+        gap = default_us / float(np.nanmin(found.times)) - 1.0
+        found.reason = f"the default is {verb} fastest of {timed} configs."
+        if gap > 0.0:
+            found.reason = (
+                f"the default is {verb} {100 * gap:.1f} % behind the fastest of {timed} configs, within the noise "
+                f"margin of {100 * margin:.1f} %."
+            )
+    elif default_us != default_us:
+        found.reason = f"{verb} fastest of {timed} configs; the default cannot be used: {found.notes[found.default]}."
+    else:
+        gain = default_us / float(found.times[found.chosen]) - 1.0
+        found.reason = f"{verb} fastest of {timed} configs, {100 * gain:.1f} % ahead of the default."
+    if known.stale:
+        found.reason += f" Left out: {'; '.join(known.stale.values())}."
+    return found
+
+
+def _prior(found: Assessment, arch: Arch, miss: str, why: str) -> Assessment:
+    """Choose by the kernels' analytic priors, where they have one; else the default."""
+    found.misses.append(miss)
+    found.regime = "extrapolated"
+    found.reason = f"{why}: the default config."
+    times = np.full(len(found.configs), np.nan)
+    for i, config in enumerate(found.configs):
+        prior_us = getattr(space(config.kernel), "prior_us", None)
+        if prior_us is not None and found.notes.get(i) != FAILED:
+            times[i] = prior_us(found.shape, config, arch)
+    if np.isnan(times[found.default]):
+        return found
+    found.times = times
+    found.chosen, found.runner_up = choose(found.configs, times, found.default, PRIOR_MARGIN)
+    found.source = found.time_source = "prior"
+    found.reason = f"{why}: the best by the analytic prior, which is predicted from published figures, not measured."
+    return found

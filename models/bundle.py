@@ -1,0 +1,302 @@
+"""The trained artifact: a folder with one manifest and a few arrays. Loading one runs no code of its own.
+
+The format, and how to change it, is in docs/bundle-format.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tilewise.errors import InvalidBundleError, TilewiseError
+from tilewise.kernels.arch import Arch
+from tilewise.kernels.paged_mqa_logits.spec import Config, Shape
+from tilewise.models.exact import ARRAYS as EXACT_ARRAYS
+from tilewise.models.exact import Exact
+from tilewise.models.features import (
+    FEATURES,
+    SHAPE_FEATURES,
+    config_columns,
+    config_features,
+    feature_spec_hash,
+    floors_us,
+    shape_columns,
+    shape_features,
+)
+from tilewise.models.forest import Forest
+from tilewise.models.regime import Regime
+
+FORMAT = "tilewise-bundle"
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+MAX_FILE_BYTES = 256 << 20
+
+_FOREST_ARRAYS: dict[str, str] = {
+    "feature": "<i4",
+    "threshold": "<f8",
+    "left": "<i4",
+    "value": "<f8",
+    "roots": "<i4",
+}
+# File name without .npy: dtype and dimensions. Nothing else in the folder is read.
+FILES: dict[str, tuple[str, int]] = {
+    **{f"{forest}_{name}": (dtype, 1) for forest in ("rank", "level") for name, dtype in _FOREST_ARRAYS.items()},
+    **{f"exact_{name}": spec for name, spec in EXACT_ARRAYS.items()},
+}
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A model of one op on one GPU, with the timings it was trained on.
+
+    Predictions have two parts: `level` says how far a shape's best time is above its floor, `rank` how far each config
+    is above that best. Both are natural logarithms; rank's is squashed (see `unsquash`), so that the trees spend
+    themselves on configs that could win.
+    """
+
+    manifest: Mapping[str, Any]
+    rank: Forest
+    level: Forest
+    exact: Exact
+    regime: Regime
+    arch: Arch
+
+    @property
+    def digest(self) -> str:
+        """64 hex digits over the contents; not over time, place or machine."""
+        return str(self.manifest["digest"])
+
+    @property
+    def model_id(self) -> str:
+        """The short name that decisions carry: arch and twelve digits of the digest."""
+        return f"{self.manifest['arch']}-{self.digest[:12]}"
+
+    @property
+    def op(self) -> str:
+        """The op that it is for."""
+        return str(self.manifest["op"])
+
+    @property
+    def kernel_hashes(self) -> Mapping[str, str]:
+        """Source hash, by kernel, of what was timed."""
+        hashes: Mapping[str, str] = self.manifest["kernel_hashes"]
+        return hashes
+
+    @property
+    def noise_margin(self) -> float:
+        """Two times of this ratio, less 1, are a tie."""
+        return float(self.manifest["noise_margin"])
+
+    def features(self, shape: Shape, configs: Sequence[Config]) -> npt.NDArray[np.float64]:
+        """[len(configs), len(FEATURES)]"""
+        numbers = shape_columns(shape)
+        own = shape_features(numbers, self.arch)
+        rows = np.empty((len(configs), len(FEATURES)))
+        rows[:, : own.shape[-1]] = own
+        rows[:, own.shape[-1] :] = config_features(numbers, config_columns(configs), self.arch)
+        return rows
+
+    def scores(self, shape: Shape, configs: Sequence[Config]) -> npt.NDArray[np.float64]:
+        """[len(configs)] squashed log distance from the shape's best, as the rank forest has it; the lowest wins."""
+        return self.rank.predict(self.features(shape, configs))
+
+    def best_us(self, shape: Shape) -> float:
+        """Predicted time of the shape's best config, microseconds."""
+        numbers = shape_columns(shape)
+        level = self.level.predict(shape_features(numbers, self.arch)[None, : len(SHAPE_FEATURES)])
+        return float(floors_us(numbers, self.arch) * np.exp(level[0]))
+
+    def predict_us(self, shape: Shape, configs: Sequence[Config]) -> npt.NDArray[np.float64]:
+        """[len(configs)] predicted times, microseconds."""
+        return self.best_us(shape) * np.exp(unsquash(self.scores(shape, configs)))
+
+    def save(self, folder: str | os.PathLike[str]) -> Path:
+        """Write the bundle to `folder`, whole or not at all; a bundle already there is replaced."""
+        target = Path(folder)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        try:
+            for name, data in self._files().items():
+                _write(scratch / f"{name}.npy", data)
+            _write(scratch / MANIFEST, json.dumps(self.manifest, indent=1, sort_keys=True).encode() + b"\n")
+            scratch.chmod(0o755)
+            _sync(scratch)
+            if target.exists():
+                old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
+                os.replace(target, old)
+                os.replace(scratch, target)
+                shutil.rmtree(old)
+            else:
+                os.replace(scratch, target)
+            _sync(target.parent)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+        return target
+
+    def _files(self) -> dict[str, bytes]:
+        return array_files(self.rank, self.level, self.exact)
+
+    @classmethod
+    def create(cls, manifest: Mapping[str, Any], rank: Forest, level: Forest, exact: Exact, arch: Arch) -> Bundle:
+        """A bundle from its parts; `manifest` lacks the fields that follow from them."""
+        files = array_files(rank, level, exact)
+        full = {
+            **manifest,
+            "format": FORMAT,
+            "format_version": FORMAT_VERSION,
+            "feature_spec": {"hash": feature_spec_hash(), "names": list(FEATURES)},
+            "forests": {name: {"baseline": f.baseline, "depth": f.depth} for name, f in _named(rank, level)},
+            "exact": exact.header(),
+            "files": {name: hashlib.sha256(data).hexdigest() for name, data in files.items()},
+        }
+        full = json.loads(json.dumps(full, allow_nan=False))
+        full["digest"] = _digest(full)
+        return cls(full, rank, level, exact, Regime.from_dict(full["regime"]), arch)
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str]) -> Bundle:
+        """The bundle in `folder`. Raises InvalidBundleError, saying what is wrong, for anything but a whole, unaltered
+        bundle of this format version and feature spec."""
+        path = Path(folder)
+        try:
+            manifest = _read_manifest(path)
+            arrays = {name: _read_array(path / f"{name}.npy", manifest["files"][name], name) for name in FILES}
+            forests = {
+                name: Forest.from_arrays(
+                    {array: arrays[f"{name}_{array}"] for array in _FOREST_ARRAYS},
+                    manifest["forests"][name]["baseline"],
+                    manifest["forests"][name]["depth"],
+                    width,
+                )
+                for name, width in (("rank", len(FEATURES)), ("level", len(SHAPE_FEATURES)))
+            }
+            exact = Exact.from_arrays({name: arrays[f"exact_{name}"] for name in EXACT_ARRAYS}, manifest["exact"])
+            _check_manifest(manifest)
+            regime = Regime.from_dict(manifest["regime"])
+            arch = Arch(**manifest["arch_facts"])
+        except InvalidBundleError as error:
+            raise InvalidBundleError(f"bundle {path}: {error}") from error
+        except (OSError, KeyError, TypeError, ValueError, IndexError, AttributeError, TilewiseError) as error:
+            raise InvalidBundleError(f"bundle {path} is malformed: {type(error).__name__}: {error}") from error
+        return cls(manifest, forests["rank"], forests["level"], exact, regime, arch)
+
+
+SQUASH = 0.3
+
+
+def squash(log_ratio: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """What the rank forest is trained on: near the best it is the log ratio itself, far from it its logarithm."""
+    return SQUASH * np.log1p(log_ratio / SQUASH)
+
+
+def unsquash(score: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """The log ratio that a score stands for."""
+    return SQUASH * np.expm1(score / SQUASH)
+
+
+def array_files(rank: Forest, level: Forest, exact: Exact) -> dict[str, bytes]:
+    """The bytes of every array file, by name."""
+    arrays = {f"{forest}_{name}": array for forest, f in _named(rank, level) for name, array in f.arrays().items()}
+    arrays.update({f"exact_{name}": array for name, array in exact.arrays().items()})
+    files = {}
+    for name, (dtype, _) in FILES.items():
+        out = io.BytesIO()
+        np.lib.format.write_array(out, np.ascontiguousarray(arrays[name].astype(dtype)), (1, 0), allow_pickle=False)
+        files[name] = out.getvalue()
+    return files
+
+
+def _named(rank: Forest, level: Forest) -> tuple[tuple[str, Forest], ...]:
+    return (("rank", rank), ("level", level))
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    kept = {key: value for key, value in manifest.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    data = _read(path / MANIFEST)
+
+    def refuse(text: str) -> None:
+        raise InvalidBundleError(f"manifest has the number {text}")
+
+    manifest = json.loads(data.decode("utf-8"), parse_constant=refuse)
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise InvalidBundleError(f"manifest must be an object of format {FORMAT!r}")
+    if manifest.get("format_version") != FORMAT_VERSION:
+        raise InvalidBundleError(f"format_version must be {FORMAT_VERSION}, got {manifest.get('format_version')!r}")
+    spec = manifest["feature_spec"]["hash"]
+    if spec != feature_spec_hash():
+        raise InvalidBundleError(f"feature spec must be {feature_spec_hash()}, got {spec!r}: train again")
+    if manifest.get("digest") != _digest(manifest):
+        raise InvalidBundleError("manifest was altered: its digest does not fit its contents")
+    return manifest
+
+
+def _check_manifest(manifest: Mapping[str, Any]) -> None:
+    margin = manifest["noise_margin"]
+    if type(margin) is not float or not 0.0 <= margin < 1.0 or not math.isfinite(margin):
+        raise InvalidBundleError(f"noise_margin must be a float from 0 to 1, got {margin!r}")
+    if not all(isinstance(manifest[name], str) for name in ("op", "arch")):
+        raise InvalidBundleError("op and arch must be text")
+    hashes = manifest["kernel_hashes"]
+    if not isinstance(hashes, dict) or not all(isinstance(h, str) for h in hashes.values()):
+        raise InvalidBundleError(f"kernel_hashes must be an object of texts, got {hashes!r}")
+    if not all(isinstance(manifest[name], dict) for name in ("metrics", "data", "training")):
+        raise InvalidBundleError("metrics, data and training must be objects")
+    if not isinstance(manifest["golden"], list):
+        raise InvalidBundleError("golden must be a list")
+
+
+def _read_array(path: Path, sha256: str, name: str) -> npt.NDArray[Any]:
+    data = _read(path)
+    if hashlib.sha256(data).hexdigest() != sha256:
+        raise InvalidBundleError(f"{path.name} was altered: its sha256 does not fit the manifest")
+    array: npt.NDArray[Any] = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
+    dtype, dimensions = FILES[name]
+    if array.dtype.str != dtype or array.ndim != dimensions:
+        raise InvalidBundleError(f"{path.name} must be {dimensions}-d {dtype}, got {array.ndim}-d {array.dtype.str}")
+    array.flags.writeable = False
+    return array
+
+
+def _read(path: Path) -> bytes:
+    if not path.is_file():
+        raise InvalidBundleError(f"{path.name} is missing")
+    if path.stat().st_size > MAX_FILE_BYTES:
+        raise InvalidBundleError(f"{path.name} must be at most {MAX_FILE_BYTES} bytes")
+    return path.read_bytes()
+
+
+def _write(path: Path, data: bytes) -> None:
+    with path.open("wb") as out:
+        out.write(data)
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def _sync(folder: Path) -> None:
+    """Make renames in a folder last through a power cut, where the system offers that."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(handle)
+    except OSError:
+        pass
+    finally:
+        os.close(handle)

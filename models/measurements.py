@@ -1,0 +1,149 @@
+"""Profile rows as one compact table of cells: what each config took for each shape, in each pass."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tilewise.errors import InvalidProfileError, UnsupportedError
+from tilewise.kernels.paged_mqa_logits.spec import CONFIG_FIELDS, SHAPE_FIELDS, Config, Shape
+from tilewise.kernels.registry import kernel_source_hash
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """One cell per shape and config that was tried, sorted by shape, then by config.
+
+    A time is the geometric mean of the medians of its rows; NaN where no row has one. `first` and `second` are the
+    same over the rows of pass 0 and of later passes.
+    """
+
+    op: str
+    arch: str
+    shapes: tuple[Shape, ...]
+    configs: tuple[Config, ...]  # in their own order, which breaks ties
+    shape_id: Ints  # [cells]
+    config_id: Ints  # [cells]
+    latency_us: Floats  # [cells]
+    first_us: Floats
+    second_us: Floats
+    kernel_hashes: Mapping[str, str]  # kernel to the source hash of the rows that were kept
+    rows: int  # kept
+    dropped: Mapping[str, int]  # reason to rows that were not used
+
+    def cells(self, shape_id: int) -> slice:
+        """The cells of one shape."""
+        low, high = np.searchsorted(self.shape_id, [shape_id, shape_id + 1])
+        return slice(int(low), int(high))
+
+    def subset(self, shape_ids: Ints) -> Measurements:
+        """The same with only the cells of some shapes; ids stay."""
+        keep = np.isin(self.shape_id, shape_ids)
+        cells = ("shape_id", "config_id", "latency_us", "first_us", "second_us")
+        return dataclasses.replace(self, **{name: getattr(self, name)[keep] for name in cells})
+
+
+def measurements(columns: Mapping[str, Sequence[Any]], *, op: str, arch: str) -> Measurements:
+    """Cells from the columns of a profile (data/records.py).
+
+    Rows of another op or arch, of an unknown kernel, of a stale kernel source, or not timed cold in a graph are left
+    out and counted. Where no row has the installed source of a kernel, the source with the most rows stands in: the
+    selector will call that bundle stale, by name.
+    Raises InvalidProfileError where no usable row is left.
+    """
+    total = len(columns["op"])
+    table = {name: np.asarray(columns[name]) for name in ("op", "arch", "kernel", "kernel_hash", "status")}
+    keep = np.ones(total, bool)
+    dropped: Counter[str] = Counter()
+
+    def drop(reason: str, bad: npt.NDArray[np.bool_]) -> None:
+        if count := int((bad & keep).sum()):
+            dropped[reason] += count
+        keep[bad] = False
+
+    drop(f"op is not {op}", table["op"] != op)
+    drop(f"arch is not {arch}", table["arch"] != arch)
+    timed = table["status"] == "correct"
+    drop("not a cold graph replay", timed & ~_cold_graph(columns))
+    hashes: dict[str, str] = {}
+    for kernel in sorted(set(table["kernel"][keep].tolist())):
+        of_kernel = table["kernel"] == kernel
+        current = installed_hash(kernel)
+        if current is None:
+            drop(f"unknown kernel {kernel}", of_kernel)
+            continue
+        counts = Counter(table["kernel_hash"][of_kernel & keep].tolist())
+        chosen = current if current in counts else max(counts, key=lambda h: (counts[h], h))
+        hashes[kernel] = chosen
+        drop(f"stale source of kernel {kernel}", of_kernel & (table["kernel_hash"] != chosen))
+    if not (keep & timed).any():
+        raise InvalidProfileError(
+            f"no usable timing of {op} on {arch} among {total} rows; left out: {dict(dropped) or 'nothing'}"
+        )
+    at = np.flatnonzero(keep)
+    shapes, shape_id = _unique(columns, SHAPE_FIELDS, at, Shape)
+    configs, config_id = _unique(columns, CONFIG_FIELDS, at, Config)
+    latency = np.array([columns["latency_us"][i] for i in at.tolist()], dtype=np.float64)  # None becomes NaN
+    latency[~timed[at]] = np.nan
+    later = np.asarray(columns["pass_index"])[at] > 0
+
+    cell = shape_id * len(configs) + config_id
+    cells, inverse = np.unique(cell, return_inverse=True)
+    log = np.log(latency)
+
+    def mean(rows: npt.NDArray[np.bool_]) -> Floats:
+        use = rows & ~np.isnan(log)
+        total_log = np.bincount(inverse[use], weights=log[use], minlength=len(cells))
+        count = np.bincount(inverse[use], minlength=len(cells))
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return np.asarray(np.exp(total_log / count), dtype=np.float64)
+
+    return Measurements(
+        op,
+        arch,
+        shapes,
+        configs,
+        cells // len(configs),
+        cells % len(configs),
+        mean(np.ones(len(at), bool)),
+        mean(~later),
+        mean(later),
+        hashes,
+        len(at),
+        dict(dropped),
+    )
+
+
+def installed_hash(kernel: str) -> str | None:
+    """Source hash of a kernel as installed; None for one that this installation does not have."""
+    try:
+        return kernel_source_hash(kernel)
+    except (UnsupportedError, OSError):
+        return None
+
+
+def _cold_graph(columns: Mapping[str, Sequence[Any]]) -> npt.NDArray[np.bool_]:
+    graph = np.asarray(columns["timing_method"]) == "graph"
+    return np.asarray(graph & (np.asarray(columns["cache_state"]) == "cold"), dtype=np.bool_)
+
+
+def _unique(
+    columns: Mapping[str, Sequence[Any]], fields: Sequence[str], at: Ints, make: type
+) -> tuple[tuple[Any, ...], Ints]:
+    """The distinct objects among some rows, in a fixed order, and which one each row has."""
+    found: dict[tuple[Any, ...], int] = {}
+    picked = [np.asarray(columns[name])[at].tolist() for name in fields]
+    ids = np.fromiter((found.setdefault(row, len(found)) for row in zip(*picked, strict=True)), np.int64, len(at))
+    order = sorted(found)
+    place = {row: new for new, row in enumerate(order)}
+    renumber = np.array([place[row] for row in found], dtype=np.int64)
+    return tuple(make(**dict(zip(fields, row, strict=True))) for row in order), renumber[ids]

@@ -1,0 +1,128 @@
+"""Where the model was trained, and how much was lost where a measured config was carried beyond that."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tilewise.errors import InvalidBundleError
+from tilewise.kernels.paged_mqa_logits.spec import Shape
+
+# A group is the sizes that a kernel is compiled for; between groups nothing is interpolated.
+GROUP = ("heads", "head_dim", "block_kv", "cache_layout")
+RANGES = ("batch_size", "next_n", "max_context_len", "raggedness")
+
+# A transfer may replace the default only if the worst one measured lost no more than this.
+WORST_TRANSFER = 1.10
+FEWEST_TRANSFERS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """One way in which a shape lies outside of what was trained on."""
+
+    dimension: str
+    side: str  # "low", "high", or "unmeasured" where nothing in between was measured either
+    reach: float  # how far beyond, in doublings
+    text: str
+
+
+@dataclass(frozen=True)
+class Regime:
+    """The measured groups with their ranges, and the measured losses of transfers beyond a range."""
+
+    groups: Mapping[tuple[Any, ...], Mapping[str, tuple[float, float]]]
+    transfers: Mapping[str, Mapping[str, Any]]  # "batch_size high" and so on
+
+    def outside(self, shape: Shape) -> list[Outside]:
+        """How the shape leaves the trained regime; empty where it is inside."""
+        group = tuple(getattr(shape, name) for name in GROUP)
+        ranges = self.groups.get(group)
+        if ranges is None:
+            return [self._unmeasured(group)]
+        found = []
+        for name in RANGES:
+            low, high = ranges[name]
+            value = range_value(shape, name)
+            if value < low or value > high:
+                edge = low if value < low else high
+                side = "low" if value < low else "high"
+                reach = abs(math.log2(max(value, 1e-9) / max(edge, 1e-9)))
+                word = "below" if value < low else "above"
+                found.append(Outside(name, side, reach, f"{name} {value:g} is {word} the measured {edge:g}"))
+        return found
+
+    def _unmeasured(self, group: tuple[Any, ...]) -> Outside:
+        for at, name in enumerate(GROUP):
+            measured = sorted({known[at] for known in self.groups})
+            if group[at] not in measured:
+                words = ", ".join(map(str, measured))
+                return Outside(name, "unmeasured", math.inf, f"{name} {group[at]} was not measured, only {words}")
+        sizes = ", ".join(f"{name} {value}" for name, value in zip(GROUP, group, strict=True))
+        return Outside("group", "unmeasured", math.inf, f"no shape with {sizes} was measured")
+
+    def transfer_allowed(self, outside: Sequence[Outside]) -> tuple[bool, str]:
+        """Whether the loss of a transfer this far is bounded by measurement, and the sentence that says so."""
+        worst = 1.0
+        for one in outside:
+            known = self.transfers.get(f"{one.dimension} {one.side}")
+            if known is None or known["shapes"] < FEWEST_TRANSFERS:
+                return False, f"no transfer beyond {one.dimension} was measured"
+            if one.reach > known["reach"] + 1e-9:
+                return False, f"transfers were measured only {known['reach']:.2g} doublings beyond {one.dimension}"
+            if known["worst"] > WORST_TRANSFER or known["geomean"] > known["default_geomean"]:
+                return False, (
+                    f"such transfers were measured to lose up to {known['worst']:.2f}x, "
+                    f"{known['geomean']:.3f}x on average against the default's {known['default_geomean']:.3f}x"
+                )
+            worst = max(worst, known["worst"])
+        return True, f"such transfers were measured to lose at most {worst:.2f}x"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for the manifest."""
+        groups = [
+            {**dict(zip(GROUP, group, strict=True)), **{name: list(ranges[name]) for name in RANGES}}
+            for group, ranges in sorted(self.groups.items())
+        ]
+        return {"groups": groups, "transfers": {key: dict(value) for key, value in sorted(self.transfers.items())}}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Regime:
+        """What `to_dict` wrote; InvalidBundleError otherwise."""
+        groups = {}
+        for group in values["groups"]:
+            ranges = {}
+            for name in RANGES:
+                low, high = group[name]
+                if not all(type(edge) in (int, float) and math.isfinite(edge) for edge in (low, high)):
+                    raise InvalidBundleError(f"regime {name} must be two finite numbers, got {group[name]!r}")
+                ranges[name] = (low, high)
+            groups[tuple(group[name] for name in GROUP)] = ranges
+        transfers: dict[str, dict[str, Any]] = {}
+        for key, known in values["transfers"].items():
+            for name in ("shapes", "reach", "worst", "geomean", "default_geomean"):
+                if type(known[name]) not in (int, float) or not math.isfinite(known[name]):
+                    raise InvalidBundleError(f"transfer {key} needs a finite {name}, got {known[name]!r}")
+            transfers[str(key)] = dict(known)
+        return cls(groups, transfers)
+
+    @classmethod
+    def of(cls, shapes: Sequence[Shape], transfers: Mapping[str, Mapping[str, Any]]) -> Regime:
+        """The regime that some measured shapes span."""
+        groups: dict[tuple[Any, ...], dict[str, tuple[float, float]]] = {}
+        for shape in shapes:
+            ranges = groups.setdefault(tuple(getattr(shape, name) for name in GROUP), {})
+            for name in RANGES:
+                value = range_value(shape, name)
+                low, high = ranges.get(name, (value, value))
+                ranges[name] = (min(low, value), max(high, value))
+        return cls(groups, transfers)
+
+
+def range_value(shape: Shape, name: str) -> float:
+    """A size that a range is kept of; raggedness is the longest over the mean context."""
+    if name == "raggedness":
+        return round(shape.max_context_len / max(1, shape.mean_context_len or 0), 6)
+    return float(getattr(shape, name))
