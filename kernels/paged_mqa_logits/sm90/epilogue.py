@@ -78,7 +78,7 @@ def _quad_sums(sums, COUNT: gl.constexpr):
             [[0, 0, 1]], [[8, 0, 0], [0, 0, 2], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
             [[16, 0, 0], [32, 0, 0]], [], [64, 1, 4],
         )  # fmt: skip
-        return gl.sum(gl.convert_layout(gl.expand_dims(sums[0], 1), LAYOUT1), 2)
+        return gl.sum(gl.convert_layout(gl.reshape(sums[0], [64, 1, 4]), LAYOUT1), 2)
 
 
 @gluon.jit
@@ -163,9 +163,15 @@ def _second_operand(p, acc):
 
 
 @gluon.jit
+def _second_zero(p):
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 8 if p.EPILOGUE == "tf32" else 16])
+    return gl.zeros([64, 8], gl.float32, LAYOUT)
+
+
+@gluon.jit
 def _second_product(p, buf, x, sums, slot, ADD: gl.constexpr, TOKENS: gl.constexpr):
     COLUMNS: gl.constexpr = TOKENS * p.HEADS
     DTYPE: gl.constexpr = gl.float32 if p.EPILOGUE == "tf32" else gl.bfloat16
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, COLUMNS], DTYPE)
     w = buf.second.index(slot)._reinterpret(DTYPE, [8, COLUMNS], TILE).permute((1, 0))
-    return warpgroup_mma(x, w, sums, use_acc=ADD, precision="tf32", is_async=True)
+    return warpgroup_mma(x, w, sums, use_acc=ADD, is_async=True)

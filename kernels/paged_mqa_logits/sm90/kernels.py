@@ -17,8 +17,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tilewise.kernels.paged_mqa_logits.sm90 import pieces
 from tilewise.kernels.paged_mqa_logits.sm90.compat import constexpr_function, tma_load
-from tilewise.kernels.paged_mqa_logits.sm90.epilogue import _second_operand, _second_weights, _store_tokens, _token_sums
-from tilewise.kernels.paged_mqa_logits.sm90.epilogue import _column_weights, _quad_sums, _second_product
+from tilewise.kernels.paged_mqa_logits.sm90.epilogue import (
+    _column_weights,
+    _quad_sums,
+    _second_operand,
+    _second_product,
+    _second_weights,
+    _second_zero,
+    _store_tokens,
+    _token_sums,
+)
 from tilewise.kernels.paged_mqa_logits.sm90.state import Buffers, Problem, Share
 
 _first_token = constexpr_function(pieces.first_token)
@@ -257,7 +265,7 @@ def _score(
         column = (tile + i) * 64
         masked = column + 64 > low
         sums = ()
-        second = gl.zeros([64, 8], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16]))
+        second = _second_zero(p)
         for j in gl.static_range(PIECES):
             acc = warpgroup_mma_wait((p.IN_FLIGHT if PIECES - j > p.IN_FLIGHT else PIECES - j) - 1, deps=(accs[j],))
             if j == PIECES - 1:
@@ -278,7 +286,7 @@ def _score(
                 if SECOND:
                     y8 = warpgroup_mma_wait(0, deps=(second,))
                     y = gl.sum(gl.reshape(y8, [64, 4, 2]), 2)
-                    second = gl.zeros([64, 8], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16]))
+                    second = _second_zero(p)
                 else:
                     y = _quad_sums(sums, (_piece_start(OWN, p.DOT_N, j + 1) - 1) % 4 + 1)
                     sums = ()

@@ -86,16 +86,18 @@ def most_pieces(config: Config) -> int:
 
 
 def in_flight(shape: Shape, config: Config) -> int:
-    """Products of one tile that are issued ahead: two where the registers hold both accumulators."""
-    return 2 if most_pieces(config) > 1 and _registers(shape, config, 2) <= registers_per_thread(config) else 1
+    """Products of one tile that are issued ahead: two where the registers hold them and the weights, else one."""
+    if most_pieces(config) == 1:
+        return 1
+    return 2 if _registers(shape, config, 2) + _operand_registers(shape, config) <= registers_per_thread(config) else 1
 
 
 def keeps_weights(shape: Shape, config: Config) -> bool:
     """Whether the weights stay in registers from tile to tile."""
     if config.epilogue in SECOND_PRODUCTS:
         return False
-    columns = own_tokens(config) * shape.heads
-    return _base_registers(shape, config, in_flight(shape, config)) + columns // 4 <= registers_per_thread(config)
+    needed = _registers(shape, config, in_flight(shape, config)) + _operand_registers(shape, config)
+    return needed <= registers_per_thread(config)
 
 
 def registers_per_thread(config: Config) -> int:
@@ -113,18 +115,26 @@ def kernel_registers(config: Config) -> int | None:
     return REGISTERS_PER_SM // threads // 8 * 8
 
 
-def _base_registers(shape: Shape, config: Config, ahead: int) -> int:
-    # Accumulators, and what addresses, sums and loop state were seen to take.
-    return ahead * config.dot_n * shape.heads // 2 + 32
+def estimated_registers(shape: Shape, config: Config) -> int:
+    """Registers that a consumer's thread needs at least, about."""
+    needed = _registers(shape, config, in_flight(shape, config))
+    return needed + (_operand_registers(shape, config) if config.epilogue in SECOND_PRODUCTS else 0)
 
 
 def _registers(shape: Shape, config: Config, ahead: int) -> int:
-    return _base_registers(shape, config, ahead)
+    # Fitted to compiled kernels: the accumulators in flight, one more that the compiler overlaps with them, and what
+    # addresses, shared memory descriptors (a few for each product) and loop state take.
+    pieces = most_pieces(config)
+    return min(pieces, ahead + 1) * config.dot_n * shape.heads // 2 + 26 + 6 * pieces
 
 
-def estimated_registers(shape: Shape, config: Config) -> int:
-    """Registers that a consumer's thread needs at least, about."""
-    return _base_registers(shape, config, in_flight(shape, config))
+def _operand_registers(shape: Shape, config: Config) -> int:
+    # Weights of every column, or the relu of one product as the operand of the second.
+    if config.epilogue == "bf16":
+        return config.dot_n * shape.heads // 4
+    if config.epilogue == "tf32":
+        return config.dot_n * shape.heads // 2
+    return own_tokens(config) * shape.heads // 4
 
 
 def second_slots(config: Config) -> int:
@@ -139,3 +149,55 @@ def shared_memory_bytes(shape: Shape, config: Config) -> int:
     element = 4 if config.epilogue == "tf32" else 2
     second = config.consumers * second_slots(config) * 8 * config.dot_n * shape.heads * element
     return tokens + ring + second + 16 * config.num_stages + 1024
+
+
+def candidates(shape: Shape, arch: Arch) -> list[Config]:
+    """The grid that is measured and chosen from, before `is_valid`."""
+    found = []
+    for fuse_n in dict.fromkeys((shape.next_n, cdiv(shape.next_n, 2), 1)):
+        dots = [dot for dot in (4, 2, 1) if dot <= fuse_n and dot * shape.heads <= 128][:2]
+        for dot_n in dots:
+            for consumers, token_split, num_stages in (
+                (2, 1, 8), (2, 1, 6), (3, 1, 9), (3, 1, 12), (2, 2, 8), (3, 3, 8), (4, 2, 8), (4, 4, 8),
+            ):  # fmt: skip
+                if token_split > 1 and token_split > cdiv(fuse_n, dot_n):
+                    continue  # a consumer with half a product's tokens leaves the product half empty
+                for epilogue in ("add", "mix"):
+                    found.append(_config(fuse_n, dot_n, consumers, token_split, num_stages, epilogue))
+        if fuse_n == 1:
+            found += [_config(1, 1, 1, 1, 4, epilogue, ctas_per_sm=3) for epilogue in ("add", "mix")]
+        # Small launches: no count over the batch, the second fastest thing about them.
+        for per_sm in (1, 2):
+            parts = max(1, shape.batch_size) * cdiv(shape.next_n, fuse_n)
+            tiles = cdiv(shape.max_context_len, TILE_KV)
+            split_kv = max(1, min(per_sm * arch.compute_units // parts, tiles))
+            found.append(_config(fuse_n, dots[0], 2, 1, 6, "add", split_kv=split_kv))
+            found.append(_config(fuse_n, dots[0], 1, 1, 4, "add", split_kv=split_kv))
+    return found
+
+
+def default_config(shape: Shape, arch: Arch) -> Config | None:
+    """What measured best for large uniform batches on an H200, by the width of a product."""
+    fuse_n = shape.next_n
+    dot_n = max(dot for dot in (4, 2, 1) if dot == 1 or (dot <= fuse_n and dot * shape.heads <= 128))
+    if fuse_n == 1 and shape.heads <= 64:
+        return _config(1, 1, 1, 1, 4, "add", ctas_per_sm=3)
+    for consumers, token_split, num_stages in ((3, 3, 8), (3, 1, 9), (2, 1, 8), (2, 1, 4)):
+        for groups in (1, 2, 4, 8):
+            fuse_n = cdiv(shape.next_n, groups)
+            config = _config(fuse_n, min(dot_n, 1 << (fuse_n.bit_length() - 1)), consumers, token_split, num_stages, "mix")
+            even_pieces = token_split == 1 or (fuse_n * shape.heads) % (128 * token_split) == 0
+            if even_pieces and why_invalid(shape, config, arch) is None and groups == 1:
+                return config
+    return _config(1, 1, 2, 1, 4, "add")
+
+
+def _config(
+    fuse_n: int, dot_n: int, consumers: int, token_split: int, num_stages: int, epilogue: str, *,
+    split_kv: int = 0, ctas_per_sm: int = 1,
+) -> Config:  # fmt: skip
+    return Config(
+        kernel="sm90", fuse_n=fuse_n, dot_n=dot_n, num_warps=4, num_stages=num_stages, epilogue=epilogue,
+        consumers=consumers, token_split=token_split, ctas_per_sm=ctas_per_sm,
+        schedule="even" if split_kv else "balanced", split_kv=split_kv or 1,
+    )  # fmt: skip
