@@ -1,0 +1,201 @@
+"""Errors of the REST service as problem details (RFC 9457), and the limit on bodies."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tilewise.data.records import shorten
+from tilewise.errors import InvalidShapeError, TilewiseError
+from tilewise.kernels.paged_mqa_logits.spec import SHAPE_FIELDS
+
+MAX_BODY_BYTES = 1 << 16
+PROBLEM = "application/problem+json"
+# Documented for every route.
+ERRORS = {
+    413: "The body is too large",
+    415: "The body is not JSON",
+    422: "A value is at fault; `errors` names its field",
+    500: "The service failed",
+}
+
+Headers = Callable[[], Mapping[str, str]]  # of every answer that names no GPU
+
+
+class FieldError(BaseModel):
+    """One value at fault."""
+
+    field: str
+    message: str
+
+
+class Problem(BaseModel):
+    """Problem details, RFC 9457."""
+
+    type: str = "about:blank"
+    title: str
+    status: int
+    detail: str
+    errors: list[FieldError] = []
+
+
+class FieldProblem(Exception):
+    """A 422 about one field that the request model cannot judge."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+def add_problems(app: FastAPI, common: Headers) -> None:
+    """Make every error that the app answers with a problem; `common` gives the headers that all answers have."""
+    app.add_middleware(LimitBody, common=common)
+    app.router.route_class = StrictRoute
+    plain = app.openapi
+
+    def documented() -> dict[str, Any]:
+        """FastAPI's own description, but with the media type that errors have."""
+        described = plain()
+        for path in described["paths"].values():
+            for operation in path.values():
+                for status, response in operation["responses"].items():
+                    if status >= "400" and "application/json" in response.get("content", {}):
+                        response["content"][PROBLEM] = response["content"].pop("application/json")
+        return described
+
+    app.openapi = documented  # type: ignore[method-assign]
+
+    def problem(
+        status: int, detail: str, errors: Iterable[tuple[str, str]] = (), headers: Mapping[str, str] | None = None
+    ) -> Response:
+        return problem_response(status, detail, errors, {**common(), **(headers or {})})
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        if any(isinstance(e.get("input"), bytes) for e in error.errors()):  # a body that FastAPI did not take for JSON
+            return problem(415, "Content-Type must be application/json")
+        found = [_field_error(e) for e in error.errors()]
+        return problem(422, f"{found[0][0]}: {found[0][1]}", found)
+
+    @app.exception_handler(FieldProblem)
+    async def invalid_field(request: Request, error: FieldProblem) -> Response:
+        return problem(422, f"{error.field}: {error}", [(error.field, str(error))])
+
+    @app.exception_handler(TilewiseError)
+    async def refused(request: Request, error: TilewiseError) -> Response:
+        # Messages about a shape start with the field's name.
+        field, _, message = str(error).partition(" ")
+        named = isinstance(error, InvalidShapeError) and field in SHAPE_FIELDS
+        return problem(422, str(error), [(field, message)] if named else [])
+
+    @app.exception_handler(StarletteHTTPException)
+    async def http_error(request: Request, error: StarletteHTTPException) -> Response:
+        return problem(error.status_code, str(error.detail), headers=error.headers)
+
+    @app.exception_handler(Exception)
+    async def failed(request: Request, error: Exception) -> Response:
+        return problem(500, "The service failed; its log says more")  # uvicorn logs the traceback
+
+
+def _field_error(error: Mapping[str, Any]) -> tuple[str, str]:
+    """(field, message) of what pydantic reports; the value itself is shown as text, since JSON has no nan."""
+    field = ".".join(str(part) for part in error["loc"][1:])
+    if error["type"] == "json_invalid":
+        return "body", f"must be JSON: {error.get('ctx', {}).get('error', error['msg'])}"
+    if error["type"] == "missing":
+        return field or "body", "must be given"
+    if error["type"] == "extra_forbidden":
+        return field, "is no field of this request"
+    message = error["msg"].removeprefix("Value error, ").replace("Input should be ", "must be ", 1)
+    if error["type"] == "model_attributes_type":
+        message = "must be a JSON object"
+    return field or "body", f"{message}, got {shorten(error.get('input'))}"
+
+
+def problem_response(
+    status: int, detail: str, errors: Iterable[tuple[str, str]] = (), headers: Mapping[str, str] | None = None
+) -> Response:
+    """An error as problem details, RFC 9457."""
+    fields = [FieldError(field=field, message=message) for field, message in errors]
+    content = Problem(title=HTTPStatus(status).phrase, status=status, detail=detail, errors=fields).model_dump()
+    return JSONResponse(content, status, dict(headers or {}), media_type=PROBLEM)
+
+
+class StrictRoute(APIRoute):
+    """A route whose JSON bodies are read as the standard has them, so that each fault can be named."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+
+        async def strict(request: Request) -> Response:
+            return await handler(StrictRequest(request.scope, request.receive))
+
+        return strict
+
+
+class StrictRequest(Request):
+    """A request that refuses, as bad JSON, names given twice, text that is not UTF-8 and endless nesting."""
+
+    async def json(self) -> Any:
+        """The value of the body; json.JSONDecodeError where it has none."""
+        body = await self.body()
+        try:
+            return json.loads(body.decode(), object_pairs_hook=_unique, parse_int=_int)
+        except json.JSONDecodeError:
+            raise
+        except UnicodeDecodeError as error:
+            raise json.JSONDecodeError("Not UTF-8", "", error.start) from error
+        except RecursionError as error:
+            raise json.JSONDecodeError("Nested too deeply", "", 0) from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise json.JSONDecodeError("A name is given twice", "", 0)
+    return values
+
+
+def _int(text: str) -> int | float:
+    # Python makes no int of thousands of digits; as infinity, its field is named like any other that is out of range.
+    return int(text) if len(text) < 100 else math.inf
+
+
+class LimitBody:
+    """Middleware that answers 413 to a body over MAX_BODY_BYTES, whether its length is announced or not."""
+
+    def __init__(self, app: ASGIApp, common: Headers) -> None:
+        self._app, self._common = app, common
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        left = MAX_BODY_BYTES
+
+        def too_large() -> HTTPException:
+            return HTTPException(413, f"The body must have at most {MAX_BODY_BYTES} bytes")
+
+        async def counted() -> Message:
+            nonlocal left
+            message = await receive()
+            left -= len(message.get("body", b""))
+            if left < 0:
+                raise too_large()  # FastAPI lets its own exceptions through where it reads the body
+            return message
+
+        if scope["type"] == "http":
+            announced = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+            if not announced.isdigit() or int(announced) > MAX_BODY_BYTES:
+                error = too_large()
+                response = problem_response(error.status_code, error.detail, headers=self._common())
+                return await response(scope, receive, send)
+        await self._app(scope, counted, send)
