@@ -82,9 +82,12 @@ def run(args: argparse.Namespace) -> int:
     steps = [step for step in _steps(targets) if step.key not in done]
     print(f"{arch.name}: {len(targets)} shapes, {len(steps)} steps to do, {len(done)} done before", flush=True)
     _compile_ahead(steps, arch, args)
-    left = _measure(steps, arch, args, parts, deadline)
     out = args.out or args.run_dir / "profile.parquet"
-    print(f"{_merge(parts, out)} rows in {out}; {left} steps left", flush=True)
+    try:
+        left = _measure(steps, arch, args, parts, deadline)
+    finally:  # what was measured is kept, whatever ended the run
+        print(f"{_merge(parts, out)} rows in {out}", flush=True)
+    print(f"{left} steps left", flush=True)
     return 3 if left else 0
 
 

@@ -161,7 +161,11 @@ def _check(
     batch_size, next_n, heads, head_dim = q.shape
     rows = batch_size * next_n
     _want(q.dtype == torch.float8_e4m3fn, "q", "be float8_e4m3fn", q)
-    _want(q.stride(3) == 1 and q.stride(2) == head_dim, "q", "have contiguous heads and head_dim", q)
+    _want(
+        q.stride()[1:] == (heads * head_dim, head_dim, 1) or (next_n == 1 and q.stride()[2:] == (head_dim, 1)),
+        "q", "be contiguous within a request", q,
+    )  # fmt: skip
+    _want(batch_size == 1 or q.stride(0) % 16 == 0, "q", "have a batch stride of a multiple of 16 bytes", q)
     _want(q.data_ptr() % 16 == 0, "q", "start at a multiple of 16 bytes", q)
     _want(head_dim in HEAD_DIMS, "q", f"have a head_dim of {' or '.join(map(str, HEAD_DIMS))}", q)
     _want(1 <= next_n <= MAX_NEXT_N, "q", f"have a next_n of 1 to {MAX_NEXT_N}", q)

@@ -33,12 +33,12 @@ def _first_token(fuse_n, dot_n, i):
 
 
 @triton.jit
-def _load_queries(q_ptr, w_ptr, token, next_n, stride_q_token, stride_w, TOKENS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+def _load_queries(q_ptr, w_ptr, token, next_n, stride_w, TOKENS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
     # Values [TOKENS * HEADS, HEAD_DIM] and weights [TOKENS * HEADS] of one piece; tokens past the last read as zero.
     row = tl.arange(0, TOKENS * HEADS)
     t = token + row // HEADS
     d = tl.arange(0, HEAD_DIM)
-    q_off = t.to(tl.int64) * stride_q_token + (row % HEADS) * HEAD_DIM
+    q_off = (token * HEADS + row) * HEAD_DIM
     w_off = t.to(tl.int64) * stride_w + row % HEADS
     if MASKED:
         q = tl.load(q_ptr + q_off[:, None] + d[None, :], mask=(t < next_n)[:, None], other=0.0)
@@ -87,8 +87,7 @@ def _score_piece(k, k_scale, pos, q, w, bounds, out_ptr, token, next_n, extent, 
         "next_n",
         "split_kv",
         "max_columns",
-        "stride_q_batch",
-        "stride_q_token",
+        "stride_q_16",
         "stride_page_16",
         "stride_lens",
         "stride_table",
@@ -108,9 +107,8 @@ def _paged_mqa_logits_kernel(
     next_n,
     split_kv,
     max_columns,  # no column at or past this exists, in the output or in the table
-    stride_q_batch,
-    stride_q_token,
-    stride_page_16,  # bytes between pages, divided by 16: the compiler then knows that rows are aligned
+    stride_q_16,  # bytes between requests, and between pages, divided by 16: the compiler then knows that rows are
+    stride_page_16,  # aligned, and loads 16 bytes at a time
     stride_lens,
     stride_table,
     stride_w,
@@ -145,11 +143,10 @@ def _paged_mqa_logits_kernel(
     extra = tiles % split_kv
     first = part * share + tl.minimum(part, extra)
     last = first + share + tl.where(part < extra, 1, 0)
-    if first >= last:
-        return
+    # No early return for an empty part: the queries would then wait for the lengths, and small launches would feel it.
 
     row0 = batch.to(tl.int64) * next_n
-    q_ptr += batch.to(tl.int64) * stride_q_batch
+    q_ptr += batch.to(tl.int64) * stride_q_16 * 16
     w_ptr += row0 * stride_w
     out_ptr += row0 * stride_out
     table_ptr += batch.to(tl.int64) * stride_table
@@ -159,7 +156,7 @@ def _paged_mqa_logits_kernel(
     weights = ()
     bounds = ()
     for i in tl.static_range(PIECES):
-        q, w = _load_queries(q_ptr, w_ptr, token0 + _first_token(FUSE_N, DOT_N, i), next_n, stride_q_token, stride_w, _tokens(FUSE_N, DOT_N, i), HEADS, HEAD_DIM, MASKED)  # fmt: skip
+        q, w = _load_queries(q_ptr, w_ptr, token0 + _first_token(FUSE_N, DOT_N, i), next_n, stride_w, _tokens(FUSE_N, DOT_N, i), HEADS, HEAD_DIM, MASKED)  # fmt: skip
         queries = queries + (q,)
         weights = weights + (w,)
         bounds = bounds + (_load_bounds(lens_ptr, context_len, token0 + _first_token(FUSE_N, DOT_N, i), next_n, _tokens(FUSE_N, DOT_N, i), LENS_2D),)  # fmt: skip
@@ -171,16 +168,16 @@ def _paged_mqa_logits_kernel(
         pos = tile * TILE_KV + n
         if TILE_KV <= BLOCK_KV:
             # One page holds the whole tile.
-            page = tl.load(table_ptr + tile // (BLOCK_KV // TILE_KV)).to(tl.int64) * (stride_page_16 * 16)
+            page_16 = tl.load(table_ptr + tile // (BLOCK_KV // TILE_KV)).to(tl.int64) * stride_page_16
             slot = (tile % (BLOCK_KV // TILE_KV)) * TILE_KV + n
-            k = tl.load(kv_ptr + page + slot[:, None] * HEAD_DIM + d[None, :])
-            k_scale = tl.load(scale_ptr + page // 4 + BLOCK_KV * HEAD_DIM // 4 + slot)
+            k = tl.load(kv_ptr + page_16 * 16 + slot[:, None] * HEAD_DIM + d[None, :])
+            k_scale = tl.load(scale_ptr + page_16 * 4 + BLOCK_KV * HEAD_DIM // 4 + slot)
         else:
             # The tile spans pages. Table entries past the context may hold anything: the last page stands in.
             index = tl.minimum(pos // BLOCK_KV, last_page)
-            pages = tl.load(table_ptr + index).to(tl.int64) * (stride_page_16 * 16)
+            pages_16 = tl.load(table_ptr + index).to(tl.int64) * stride_page_16
             slot = pos % BLOCK_KV
-            k = tl.load(kv_ptr + (pages + slot * HEAD_DIM)[:, None] + d[None, :])
-            k_scale = tl.load(scale_ptr + pages // 4 + BLOCK_KV * HEAD_DIM // 4 + slot)
+            k = tl.load(kv_ptr + (pages_16 * 16 + slot * HEAD_DIM)[:, None] + d[None, :])
+            k_scale = tl.load(scale_ptr + pages_16 * 4 + BLOCK_KV * HEAD_DIM // 4 + slot)
         for i in tl.static_range(PIECES):
             _score_piece(k, k_scale, pos, queries[i], weights[i], bounds[i], out_ptr, token0 + _first_token(FUSE_N, DOT_N, i), next_n, extent, stride_out, _tokens(FUSE_N, DOT_N, i), HEADS, TILE_KV, KV_IS_M, MASKED)  # fmt: skip
