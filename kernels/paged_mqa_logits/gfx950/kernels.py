@@ -65,20 +65,23 @@ def _sum_of_pair(pair):
 
 
 @gluon.jit
-def _relu_pair(low, high, EPILOGUE: gl.constexpr):
-    if EPILOGUE == "packed":
-        # |q.k| <= 128 * 448**2 < 2**25, so x * 2**-25 clamped to [0, 1] is an exact relu, two values an instruction.
-        # The weights carry the 2**25 back.
-        pair = _as_pair(low, high)
-        scale = gl.full(pair.shape, 0x3300000033000000, gl.uint64, pair.type.layout)
-        return gl.inline_asm_elementwise(
-            "v_pk_mul_f32 $0, $1, $2 clamp", "=v,v,s", [pair, scale], dtype=gl.uint64, is_pure=True, pack=1
-        )
-    else:
-        # As integers, negative floats are negative: one instruction a value, where a float maximum takes two.
-        low = gl.maximum(low.to(gl.int32, bitcast=True), 0).to(gl.float32, bitcast=True)
-        high = gl.maximum(high.to(gl.int32, bitcast=True), 0).to(gl.float32, bitcast=True)
-        return _as_pair(low, high)
+def _relu_pair(low, high):
+    # As integers, negative floats are negative: one instruction a value, where a float maximum takes two.
+    low = gl.maximum(low.to(gl.int32, bitcast=True), 0).to(gl.float32, bitcast=True)
+    high = gl.maximum(high.to(gl.int32, bitcast=True), 0).to(gl.float32, bitcast=True)
+    return _as_pair(low, high)
+
+
+@gluon.jit
+def _relu_pair_packed(low, high, after):
+    # |q.k| <= 128 * 448**2 < 2**25, so x * 2**-25 clamped to [0, 1] is an exact relu of two values in one instruction.
+    # The compiler inserts the wait between a matrix product and its first reader, but not where that is inline assembly:
+    # `after` is a value made from the same product by an instruction that the compiler knows.
+    pair = _as_pair(low, high)
+    scale = gl.full(pair.shape, 0x3300000033000000, gl.uint64, pair.type.layout)
+    return gl.inline_asm_elementwise(
+        "v_pk_mul_f32 $0, $1, $2 clamp", "=v,v,s,v", [pair, scale, after], dtype=gl.uint64, is_pure=True, pack=1
+    )
 
 
 @gluon.jit
@@ -199,11 +202,12 @@ def _load_span(
     for tile in gl.static_range(HEADS * SPAN // MN):
         qs = qs + (gl.amd.cdna4.buffer_load(ptr=q_ptr + tile * (MN * MN // 64) * HEAD_DIM, offsets=q_offset),)
         weight = gl.load(weights_ptr + tile * (MN * MN // 64) + w_offset)
-        if EPILOGUE == "packed":
-            weight = weight * 33554432.0
         rows = _registers(gl.expand_dims(weight, 1) + gl.zeros([MN, N], gl.float32, mma), MN)
         for i in gl.static_range(MN * MN // 128):
-            ws = ws + (_as_pair(rows[2 * i], rows[2 * i + 1]),)
+            low, high = rows[2 * i], rows[2 * i + 1]
+            if (EPILOGUE == "packed") and (i > 0):
+                low, high = low * 33554432.0, high * 33554432.0  # what _relu_pair_packed takes off
+            ws = ws + (_as_pair(low, high),)
     return qs, ws
 
 
@@ -219,7 +223,11 @@ def _span_sum(
     for tile in gl.static_range(HEADS * SPAN // MN):
         rows = _registers(_dot(qs[TILE0 + tile], k, gl.zeros([MN, N], gl.float32, mma), SCALED), MN)
         for i in gl.static_range(PAIRS):
-            relu = _relu_pair(rows[2 * i], rows[2 * i + 1], EPILOGUE)
+            if (EPILOGUE == "packed") and (i > 0):
+                relu = _relu_pair_packed(rows[2 * i], rows[2 * i + 1], known)
+            else:
+                relu = _relu_pair(rows[2 * i], rows[2 * i + 1])
+                known = relu
             weight = ws[(TILE0 + tile) * PAIRS + i]
             # Two sums, so that a packed multiply-add need not wait for the one before.
             if i % 2 == 0:
