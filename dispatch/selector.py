@@ -40,6 +40,7 @@ class _State:
 
     known: Knowledge
     stamp: tuple[int, ...]
+    refused: bool  # the bundle that should be in force could not be used
     by_shape: dict[Shape, Decision] = field(default_factory=dict)
     by_sizes: dict[tuple[Any, ...], Decision] = field(default_factory=dict)
 
@@ -155,18 +156,21 @@ class Selector:
         with self._lock:
             return dict(self._counters)
 
-    def reload(self) -> str | None:
-        """Load the bundle in force and forget the decisions; returns its model id. Selecting goes on meanwhile."""
+    def reload(self, *, force: bool = False) -> bool:
+        """Take up another bundle if one was put in force, and forget the decisions; whether that was so.
+
+        A bundle that is refused changes nothing: the present one stays. Selecting goes on meanwhile. Costs two calls of
+        stat where nothing changed; meant for a server's timer, not for launches.
+        """
+        before = self._state
+        if not force and self._stamp() == before.stamp:
+            return False
         state = self._load()
         with self._lock:
+            if state.refused and before.known.bundle is not None:
+                before.stamp = state.stamp
+                return False
             self._state = state
-        return state.known.model_id
-
-    def reload_if_changed(self) -> bool:
-        """Reload if another bundle was put in force. For a server's timer, not for launches: it calls stat twice."""
-        if self._stamp() == self._state.stamp:
-            return False
-        self.reload()
         return True
 
     def _stamp(self) -> tuple[int, ...]:
@@ -186,7 +190,7 @@ class Selector:
         else:
             in_force = registry.current(self.op, self.arch.name, self.home)
             folders = list(dict.fromkeys((in_force, registry.shipped(self.op, self.arch.name))))
-        problem = ""
+        problem, refused = "", False
         for folder in folders:
             try:
                 if self.bundle_dir is None and not folder.is_dir():
@@ -199,12 +203,13 @@ class Selector:
                 known = Knowledge.of(bundle)
                 for reason in known.stale.values():
                     self._warn("stale_kernel", reason)
-                return _State(known, stamp)
+                return _State(known, stamp, refused)
             except InvalidBundleError as error:
                 problem = problem or str(error)
-                if folder.is_dir():
+                if self.bundle_dir is not None or folder.is_dir():
+                    refused = True
                     self._warn("bundle_refused", str(error))
-        return _State(Knowledge.of(None, problem), stamp)
+        return _State(Knowledge.of(None, problem), stamp, refused)
 
     def _warn(self, name: str, text: str) -> None:
         """Count, and log once."""

@@ -87,13 +87,17 @@ def fit_regressors(data: Examples, rows: Any, shapes: Any, seed: int) -> tuple[A
     """
     try:
         from sklearn.ensemble import HistGradientBoostingRegressor
+        from threadpoolctl import threadpool_limits
     except ImportError as error:
         raise UnsupportedError("training needs scikit-learn: pip install 'tilewise[train]'") from error
     rank = HistGradientBoostingRegressor(random_state=seed, **RANK_PARAMETERS)
-    rank.fit(data.rank_rows[rows], data.rank_target[rows], sample_weight=data.rank_weight[rows])
     level = HistGradientBoostingRegressor(random_state=seed, **LEVEL_PARAMETERS)
     known = np.asarray(shapes)[~np.isnan(data.level_target[shapes])]
-    level.fit(data.shape_rows[known], data.level_target[known])
+    # One thread: tables this small gain nothing from more, and on a busy machine threads that wait for each other at
+    # every node of every tree take ten times as long.
+    with threadpool_limits(limits=1, user_api="openmp"):
+        rank.fit(data.rank_rows[rows], data.rank_target[rows], sample_weight=data.rank_weight[rows])
+        level.fit(data.shape_rows[known], data.level_target[known])
     return rank, level
 
 
