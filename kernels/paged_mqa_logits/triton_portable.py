@@ -50,18 +50,12 @@ def _load_queries(q_ptr, w_ptr, token, next_n, stride_w, TOKENS: tl.constexpr, H
 
 
 @triton.jit
-def _load_bounds(lens_ptr, context_len, token, next_n, TOKENS: tl.constexpr, LENS_2D: tl.constexpr):
-    # Number of scored columns of each token of a piece; later columns of the context become -inf.
-    t = token + tl.arange(0, TOKENS)
-    if LENS_2D:
-        return tl.load(lens_ptr + t, mask=t < next_n, other=0)
-    return context_len - next_n + t + 1
-
-
-@triton.jit
-def _score_piece(k, k_scale, pos, q, w, bounds, out_ptr, token, next_n, extent, stride_out, TOKENS: tl.constexpr, HEADS: tl.constexpr, TILE_KV: tl.constexpr, KV_IS_M: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+def _score_piece(k, k_scale, pos, q, w, bounds, out_ptr, token, next_n, extent, stride_out, TOKENS: tl.constexpr, HEADS: tl.constexpr, TILE_KV: tl.constexpr, KV_IS_M: tl.constexpr, MASKED: tl.constexpr, PER_TOKEN: tl.constexpr):  # fmt: skip
+    # `bounds`: how many columns each token of the piece scores; later ones below the extent become -inf.
     # The scale of a cached token is positive and common to all heads, so it is applied once, after the sum.
     t = token + tl.arange(0, TOKENS)
+    if not PER_TOKEN:
+        bounds = bounds + t
     rows = out_ptr + t.to(tl.int64) * stride_out
     if KV_IS_M:
         x = tl.maximum(tl.dot(k, tl.trans(q)), 0.0) * w[None, :]
@@ -159,7 +153,11 @@ def _paged_mqa_logits_kernel(
         q, w = _load_queries(q_ptr, w_ptr, token0 + _first_token(FUSE_N, DOT_N, i), next_n, stride_w, _tokens(FUSE_N, DOT_N, i), HEADS, HEAD_DIM, MASKED)  # fmt: skip
         queries = queries + (q,)
         weights = weights + (w,)
-        bounds = bounds + (_load_bounds(lens_ptr, context_len, token0 + _first_token(FUSE_N, DOT_N, i), next_n, _tokens(FUSE_N, DOT_N, i), LENS_2D),)  # fmt: skip
+        if LENS_2D:
+            t = token0 + _first_token(FUSE_N, DOT_N, i) + tl.arange(0, _tokens(FUSE_N, DOT_N, i))
+            bounds = bounds + (tl.load(lens_ptr + t, mask=t < next_n, other=0),)
+        else:
+            bounds = bounds + (context_len - next_n + 1,)
 
     n = tl.arange(0, TILE_KV)
     d = tl.arange(0, HEAD_DIM)
@@ -180,4 +178,4 @@ def _paged_mqa_logits_kernel(
             k = tl.load(kv_ptr + (pages_16 * 16 + slot * HEAD_DIM)[:, None] + d[None, :])
             k_scale = tl.load(scale_ptr + pages_16 * 4 + BLOCK_KV * HEAD_DIM // 4 + slot)
         for i in tl.static_range(PIECES):
-            _score_piece(k, k_scale, pos, queries[i], weights[i], bounds[i], out_ptr, token0 + _first_token(FUSE_N, DOT_N, i), next_n, extent, stride_out, _tokens(FUSE_N, DOT_N, i), HEADS, TILE_KV, KV_IS_M, MASKED)  # fmt: skip
+            _score_piece(k, k_scale, pos, queries[i], weights[i], bounds[i], out_ptr, token0 + _first_token(FUSE_N, DOT_N, i), next_n, extent, stride_out, _tokens(FUSE_N, DOT_N, i), HEADS, TILE_KV, KV_IS_M, MASKED, LENS_2D)  # fmt: skip
