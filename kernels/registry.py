@@ -23,7 +23,10 @@ OPS: dict[str, str] = {"paged_mqa_logits": "tilewise.kernels.paged_mqa_logits.sp
 
 KERNELS: dict[str, Kernel] = {
     kernel.name: kernel
-    for kernel in (Kernel("paged_mqa_logits", "portable", ("kernels/paged_mqa_logits/triton_portable.py",)),)
+    for kernel in (
+        Kernel("paged_mqa_logits", "gfx950", ("kernels/paged_mqa_logits/gfx950/kernels.py",)),
+        Kernel("paged_mqa_logits", "portable", ("kernels/paged_mqa_logits/triton_portable.py",)),
+    )
 }
 
 

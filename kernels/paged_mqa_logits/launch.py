@@ -45,7 +45,10 @@ class Launcher(Protocol):
 
 
 # Kernel name to the module that launches it.
-LAUNCHERS: dict[str, str] = {"portable": "tilewise.kernels.paged_mqa_logits.portable_launch"}
+LAUNCHERS: dict[str, str] = {
+    "gfx950": "tilewise.kernels.paged_mqa_logits.gfx950.launch",
+    "portable": "tilewise.kernels.paged_mqa_logits.portable_launch",
+}
 
 _warmed: set[tuple[object, ...]] = set()
 

@@ -1,0 +1,76 @@
+"""The forms of the kernel that are offered: what the audit compiles and the space chooses among. Data only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+# How a tile lies in cache pages: within one ("whole"), across several ("gather"), or a page a token ("single").
+Paging = Literal["whole", "gather", "single"]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Form:
+    """What decides the resources of a binary, besides heads, head_dim, fuse_n and paging."""
+
+    tile_kv: int
+    num_warps: int
+    waves_per_eu: int
+    mfma: str
+    epilogue: str
+
+
+def paging(block_kv: int, tile_kv: int) -> Paging:
+    """How tiles of this size lie in pages of that size."""
+    if block_kv >= tile_kv:
+        return "whole"
+    return "single" if block_kv == 1 else "gather"
+
+
+# Rows of queries that a wave can hold in registers beside everything else: more has always spilled.
+MAX_QUERY_BYTES = 256 * 128
+
+_WIDE = "16x16x128"
+_TALL = "32x32x64"
+_NARROW = "16x16x32"
+
+# Keys per wave are tile_kv / num_warps: 32 or 64.
+_FORMS_128 = (
+    Form(128, 4, 2, _WIDE, "packed"),
+    Form(64, 2, 2, _WIDE, "packed"),
+    Form(32, 1, 2, _WIDE, "packed"),
+    Form(64, 1, 2, _WIDE, "packed"),
+    Form(256, 4, 2, _WIDE, "packed"),
+    Form(256, 8, 2, _WIDE, "packed"),
+    Form(128, 4, 2, _WIDE, "max"),
+    Form(128, 4, 3, _WIDE, "packed"),
+    Form(128, 4, 4, _WIDE, "packed"),
+    Form(128, 4, 2, _TALL, "packed"),
+    Form(64, 2, 2, _TALL, "packed"),
+    Form(32, 1, 2, _TALL, "packed"),
+    Form(128, 4, 2, _NARROW, "packed"),
+)
+_FORMS_64 = (
+    Form(128, 4, 2, _NARROW, "packed"),
+    Form(64, 2, 2, _NARROW, "packed"),
+    Form(32, 1, 2, _NARROW, "packed"),
+    Form(256, 4, 2, _NARROW, "packed"),
+    Form(128, 4, 2, _TALL, "packed"),
+    Form(64, 2, 2, _TALL, "packed"),
+)
+# Pages smaller than a tile cost addresses of their own: fewer forms are worth it.
+_GATHERED = {(128, 4), (64, 2), (256, 4)}
+
+
+def forms(head_dim: int, kind: Paging) -> tuple[Form, ...]:
+    """The forms offered, the default first."""
+    all_forms = _FORMS_128 if head_dim == 128 else _FORMS_64
+    if kind == "whole":
+        return all_forms
+    return tuple(
+        form
+        for form in all_forms
+        if (form.tile_kv, form.num_warps) in _GATHERED
+        and form.waves_per_eu == 2
+        and (form.mfma != _NARROW or head_dim == 64)
+    )
