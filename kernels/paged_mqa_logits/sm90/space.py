@@ -122,10 +122,11 @@ def estimated_registers(shape: Shape, config: Config) -> int:
 
 
 def _registers(shape: Shape, config: Config, ahead: int) -> int:
-    # Fitted to compiled kernels: the accumulators in flight, one more that the compiler overlaps with them, and what
-    # addresses, shared memory descriptors (a few for each product) and loop state take.
+    # Fitted to compiled kernels: the accumulators in flight and those that are stored together, whose epilogues the
+    # compiler mixes; and what addresses, shared memory descriptors (a few for each product) and loop state take.
     pieces = most_pieces(config)
-    return min(pieces, ahead + 1) * config.dot_n * shape.heads // 2 + 26 + 6 * pieces
+    live = min(pieces, STORE_N // config.dot_n + ahead - 1)
+    return live * config.dot_n * shape.heads // 2 + 26 + 6 * pieces
 
 
 def _operand_registers(shape: Shape, config: Config) -> int:
@@ -148,7 +149,8 @@ def shared_memory_bytes(shape: Shape, config: Config) -> int:
     ring = config.num_stages * TILE_KV * (shape.head_dim + SCALE_BYTES)
     element = 4 if config.epilogue == "tf32" else 2
     second = config.consumers * second_slots(config) * 8 * config.dot_n * shape.heads * element
-    return tokens + ring + second + 16 * config.num_stages + 1024
+    scratch = 1152 * config.consumers  # the quads' transposes
+    return tokens + ring + second + scratch + 16 * config.num_stages
 
 
 def candidates(shape: Shape, arch: Arch) -> list[Config]:
