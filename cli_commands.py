@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
+from pathlib import Path
 from typing import Any
 
 from tilewise import __version__
@@ -126,12 +128,16 @@ def run_train(args: argparse.Namespace) -> int:
     return 0
 
 
+def _note_row(path: Path, number: int, reason: str) -> None:
+    note(f"{path} row {number}: {reason}")
+
+
 def run_import(args: argparse.Namespace) -> int:
     from tilewise.data.store import import_file
 
     reports = {}
     for path in args.files:
-        report = import_file(path, args.home, on_reject=lambda row, why, path=path: note(f"{path} row {row}: {why}"))
+        report = import_file(path, args.home, on_reject=functools.partial(_note_row, path))
         reports[str(path)] = report
         if not args.json:
             counts = f"{report.accepted} rows accepted, {report.duplicates} repeated, {report.rejected} rejected"

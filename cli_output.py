@@ -25,7 +25,7 @@ def note(text: str) -> None:
 
 def print_fields(fields: dict[str, Any]) -> None:
     for name, value in fields.items():
-        print(f"{name:<14}{value}")
+        print(f"{name:<16}{value}")
 
 
 def us(value: float | None) -> str:
@@ -53,7 +53,7 @@ def print_decision(arch: str, shape: Shape, decision: Decision) -> None:
 def print_explanation(explained: Explanation) -> None:
     """The decision, the nearest measured shapes, and every other candidate with its reason."""
     print_decision(explained.arch, explained.shape, explained.decision)
-    print(f"{'floor':<14}{us(explained.floor_us)}")
+    print(f"{'floor':<16}{us(explained.floor_us)}")
     print("\nnearest measured shapes" if explained.nearest else "\nno measured shape to compare with")
     for near in explained.nearest:
         print(f"  {near.shape}: {near.config} took {us(near.latency_us)}")
@@ -71,9 +71,12 @@ def print_evaluation(result: dict[str, Any]) -> None:
 
 
 def print_metrics(metrics: dict[str, Any]) -> None:
-    for name, value in metrics.items():
-        if not isinstance(value, dict):
-            print(f"{name:<26}{value}")
+    """The figures of held-out shapes, or why there are none."""
+    if "geomean_regret" not in metrics:
+        print(f"not evaluated: {metrics.get('none', 'training took no figures')}")
+        return
+    print(f"{metrics['judged_shapes']} held-out shapes judged:")
+    print_fields({name: f"{metrics[name]:.4f}" for name in _FIGURES})
 
 
 @contextlib.contextmanager

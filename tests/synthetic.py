@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from tilewise.data.records import SCHEMA_VERSION
+from tilewise.data.records import COLUMN_NAMES, SCHEMA_VERSION
 from tilewise.kernels.arch import get_arch
 from tilewise.kernels.paged_mqa_logits.spec import Config, Shape, candidates, cdiv, floor_us
 from tilewise.kernels.registry import kernel_source_hash
+
+if TYPE_CHECKING:
+    from tilewise.models.bundle import Bundle
 
 OP = "paged_mqa_logits"
 SHAPES = [
@@ -80,3 +84,19 @@ def synthetic_rows(
         for config in candidates(shape, get_arch(arch))
         for index in range(passes)
     ]
+
+
+def publish_synthetic(
+    home: Path, *, shapes: Sequence[Shape] = SHAPES[::5], arch: str = "h200", seed: int = 0
+) -> Bundle:
+    """Train on synthetic rows and put the bundle in force under `home`."""
+    from threadpoolctl import threadpool_limits
+
+    from tilewise.models import latency, registry
+
+    rows = synthetic_rows(shapes, arch=arch)
+    columns = {name: [row[name] for row in rows] for name in COLUMN_NAMES}
+    with threadpool_limits(1):  # threads that wait for each other are slow on a busy machine
+        bundle = latency.train(columns, op=OP, arch=arch, seed=seed, folds=0)
+    registry.publish(bundle, home)
+    return bundle

@@ -1,0 +1,108 @@
+"""The REST service as it runs: real processes, real sockets, models published and processes killed under it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("uvicorn")
+pytest.importorskip("fastapi")
+pytest.importorskip("sklearn")
+
+import synthetic
+from service_process import serving
+
+from tilewise.dispatch.selector import Selector
+from tilewise.kernels.paged_mqa_logits.spec import Shape
+from tilewise.models import registry
+
+ARCH = "h200"
+SIZES = {"batch_size": 16, "next_n": 6, "heads": 32, "max_context_len": 32768}
+QUESTION = {"arch": ARCH, **SIZES}
+SWITCH_S = 1.0  # time that all workers may take to answer from a new model
+
+
+def publish(home: Path, seed: int) -> str:
+    return synthetic.publish_synthetic(home, shapes=synthetic.SHAPES[:4], seed=seed).model_id
+
+
+def ask_many(service: Any, number: int) -> list[str]:
+    return [service.get("/v1/select", QUESTION)["model_id"] for _ in range(number)]
+
+
+def test_the_service_answers_as_an_import_does_and_stops_when_told(tmp_path: Path) -> None:
+    model = publish(tmp_path, 0)
+    with serving(tmp_path) as service:
+        assert service.get("/healthz") == {"status": "ok"}
+        assert service.get("/readyz")["archs"][ARCH]["model_id"] == model
+        answer = service.get("/v1/select", QUESTION)
+        decision = Selector(ARCH, home=tmp_path).select(Shape(**SIZES))
+        assert {name: answer[name] for name in decision.to_dict()} == decision.to_dict()
+        service.process.send_signal(signal.SIGINT)
+        service.process.wait(20)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the workers in /proc")
+def test_two_workers_switch_within_a_second_and_survive_being_killed(tmp_path: Path) -> None:
+    """F5: after a publication, no worker answers from the old model; a worker that dies comes back with the new one."""
+    models = [publish(tmp_path, 0)]
+    with serving(tmp_path, "--workers", "2", "--arch", ARCH) as service:
+        assert len(service.workers()) == 2
+        assert set(ask_many(service, 50)) == {models[0]}
+        models.append(publish(tmp_path, 1))
+        assert models[0] != models[1]
+        time.sleep(SWITCH_S)
+        assert set(ask_many(service, 200)) == {models[1]}
+        registry.rollback(synthetic.OP, ARCH, tmp_path)
+        time.sleep(SWITCH_S)
+        assert set(ask_many(service, 100)) == {models[0]}
+
+        before = service.workers()
+        os.kill(before[0], signal.SIGKILL)
+        deadline = time.monotonic() + 30
+        while len(set(service.workers()) - {before[0]}) < 2:
+            assert time.monotonic() < deadline, "the worker was not started again"
+            time.sleep(0.1)
+        service.wait_until_ready()
+        assert set(ask_many(service, 100)) == {models[0]}
+
+
+def test_a_bad_publication_is_refused_and_the_last_good_model_goes_on(tmp_path: Path) -> None:
+    """M2: a bundle that cannot be loaded takes nothing down; the next good one is taken up."""
+    model = publish(tmp_path, 0)
+    with serving(tmp_path, "--arch", ARCH) as service:
+        folder = registry.current(synthetic.OP, ARCH, tmp_path).parent
+        bad = folder / ("0" * 64)
+        bad.mkdir()
+        (bad / "manifest.json").write_text('{"format": "tilewise-bundle"')
+        pointer = folder.parent / "current"
+        pointer.write_text(f"{bad.name}\n{pointer.read_text()}")
+        time.sleep(SWITCH_S)
+        assert set(ask_many(service, 20)) == {model}
+        good = publish(tmp_path, 1)
+        time.sleep(SWITCH_S)
+        assert set(ask_many(service, 20)) == {good}
+
+
+def test_a_service_that_was_killed_starts_again_with_its_model(tmp_path: Path) -> None:
+    model = publish(tmp_path, 0)
+    with serving(tmp_path, "--arch", ARCH) as service:
+        service.process.kill()
+        service.process.wait()
+    with serving(tmp_path, "--arch", ARCH) as service:
+        assert service.get("/v1/select", QUESTION)["model_id"] == model
+
+
+def test_a_wrong_gpu_or_address_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    from service_process import tilewise
+
+    refused = tilewise("serve", "--arch", "h900", home=tmp_path)
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("tilewise: arch must be one of")
+    assert refused.stderr.count("\n") == 1
