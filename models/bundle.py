@@ -42,6 +42,10 @@ FORMAT = "tilewise-bundle"
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 MAX_FILE_BYTES = 256 << 20
+# What reading damaged or hostile data can raise: all of it means that this is no bundle.
+_MALFORMED = (
+    OSError, KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError, RecursionError, MemoryError,
+)  # fmt: skip
 
 _FOREST_ARRAYS: dict[str, str] = {
     "feature": "<i4",
@@ -188,7 +192,7 @@ class Bundle:
             arch = Arch(**manifest["arch_facts"])
         except InvalidBundleError as error:
             raise InvalidBundleError(f"bundle {path}: {error}") from error
-        except (OSError, KeyError, TypeError, ValueError, IndexError, AttributeError, TilewiseError) as error:
+        except (*_MALFORMED, TilewiseError) as error:
             raise InvalidBundleError(f"bundle {path} is malformed: {type(error).__name__}: {error}") from error
         return cls(manifest, forests["rank"], forests["level"], exact, regime, arch)
 

@@ -1,0 +1,308 @@
+"""The trained artifact: same rows, same bytes; whole or refused; nothing in it is code."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("sklearn")
+
+import trained
+
+from tilewise.errors import InvalidBundleError, InvalidProfileError, UnsupportedError
+from tilewise.kernels.registry import kernel_source_hash
+from tilewise.models import registry
+from tilewise.models.bundle import FILES, MANIFEST, Bundle, _digest, squash, unsquash
+from tilewise.models.features import feature_spec_hash
+from tilewise.models.forest import Forest
+from tilewise.models.golden import verify
+from tilewise.models.latency import train
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return trained.bundle().save(tmp_path / "bundle")
+
+
+def rewrite(folder: Path, change: Any) -> None:
+    """Change the manifest as someone would who knows how its digest is made."""
+    manifest = json.loads((folder / MANIFEST).read_text())
+    change(manifest)
+    manifest["digest"] = _digest(manifest)
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+
+
+def test_training_twice_in_any_row_order_gives_the_same_bundle(tmp_path: Path) -> None:
+    rows = list(trained.rows())
+    random.Random(3).shuffle(rows)
+    again = train(trained.columns(rows), op=trained.OP, arch="h200", folds=0)
+    assert again.digest == trained.bundle().digest
+    one, two = trained.bundle().save(tmp_path / "a"), again.save(tmp_path / "b")
+    assert {p.name: p.read_bytes() for p in one.iterdir()} == {p.name: p.read_bytes() for p in two.iterdir()}
+
+
+def test_other_rows_or_another_seed_give_another_digest() -> None:
+    rows = [dict(row) for row in trained.rows()]
+    rows[0]["latency_us"] *= 1.5
+    digests = {
+        trained.bundle().digest,
+        train(trained.columns(rows), op=trained.OP, arch="h200", folds=0).digest,
+        train(trained.columns(trained.rows()), op=trained.OP, arch="h200", folds=0, seed=1).digest,
+    }
+    assert len(digests) == 3
+
+
+def test_what_is_loaded_is_what_was_saved(folder: Path) -> None:
+    loaded, made = Bundle.load(folder), trained.bundle()
+    assert loaded.digest == made.digest
+    assert loaded.manifest == made.manifest
+    configs = list(made.exact.times(0))
+    assert np.array_equal(loaded.predict_us(trained.UNSEEN, configs), made.predict_us(trained.UNSEEN, configs))
+    assert len(loaded.exact) == len(trained.SHAPES)
+    verify(loaded)
+
+
+def test_the_manifest_says_where_it_is_from() -> None:
+    manifest = trained.bundle().manifest
+    assert manifest["kernel_hashes"] == {"portable": kernel_source_hash("portable")}
+    assert manifest["feature_spec"]["hash"] == feature_spec_hash()
+    assert manifest["data"]["rows"] == len(trained.rows())
+    assert manifest["data"]["shapes"] == len(trained.SHAPES)
+    assert len(manifest["golden"]) >= 20
+    assert set(manifest["files"]) == set(FILES)
+
+
+def test_saving_over_a_bundle_replaces_it_and_leaves_nothing_behind(folder: Path) -> None:
+    (folder / "stray").write_text("x")
+    trained.bundle().save(folder)
+    assert {path.name for path in folder.iterdir()} == {MANIFEST, *(f"{name}.npy" for name in FILES)}
+    assert [path.name for path in folder.parent.iterdir()] == ["bundle"]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "null", "[]", "{}", "{", "\x00\x01", '{"format": "tilewise-bundle"}', '{"format": NaN}', "[" * 100_000]
+)
+def test_a_manifest_that_is_none_is_refused(folder: Path, text: str) -> None:
+    (folder / MANIFEST).write_text(text)
+    with pytest.raises(InvalidBundleError, match="bundle"):
+        Bundle.load(folder)
+
+
+def test_a_manifest_that_is_not_utf8_is_refused(folder: Path) -> None:
+    (folder / MANIFEST).write_bytes(b"\xff\xfe{}")
+    with pytest.raises(InvalidBundleError):
+        Bundle.load(folder)
+
+
+@pytest.mark.parametrize("name", [MANIFEST, *(f"{name}.npy" for name in FILES)])
+def test_every_file_must_be_there_whole_and_unaltered(folder: Path, name: str) -> None:
+    data = (folder / name).read_bytes()
+    for damaged in (data[: len(data) // 2], data[:-2], b"", data[:-9] + bytes([data[-9] ^ 1]) + data[-8:]):
+        (folder / name).write_bytes(damaged)
+        with pytest.raises(InvalidBundleError):
+            Bundle.load(folder)
+    (folder / name).unlink()
+    with pytest.raises(InvalidBundleError, match="missing"):
+        Bundle.load(folder)
+
+
+def test_a_folder_that_is_not_there_or_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    for path in (tmp_path / "none", tmp_path / "file"):
+        with pytest.raises(InvalidBundleError):
+            Bundle.load(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("format", "other", "format"),
+        ("format_version", 2, "format_version must be 1, got 2"),
+        ("format_version", "1", "format_version"),
+        ("feature_spec", {"hash": "0" * 16}, "feature spec"),
+        ("noise_margin", -0.1, "noise_margin"),
+        ("noise_margin", "0.1", "noise_margin"),
+        ("kernel_hashes", [], "kernel_hashes"),
+        ("golden", {}, "golden"),
+        ("forests", {}, "rank"),
+        ("files", {}, "malformed"),
+        ("regime", {"groups": [{}], "transfers": {}}, "malformed"),
+        ("arch_facts", {"name": "h200"}, "malformed"),
+        ("exact", {"words": []}, "malformed"),
+    ],
+)
+def test_a_field_of_another_form_is_refused_even_with_a_fitting_digest(
+    folder: Path, key: str, value: Any, said: str
+) -> None:
+    rewrite(folder, lambda manifest: manifest.update({key: value}))
+    with pytest.raises(InvalidBundleError, match=said):
+        Bundle.load(folder)
+
+
+def test_an_edited_manifest_is_refused(folder: Path) -> None:
+    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest["noise_margin"] = 0.5
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(InvalidBundleError, match="altered"):
+        Bundle.load(folder)
+
+
+def test_a_golden_pick_that_no_longer_holds_is_found(folder: Path) -> None:
+    def change(manifest: dict[str, Any]) -> None:
+        manifest["golden"][0]["predicted_us"] *= 1.01
+
+    rewrite(folder, change)
+    with pytest.raises(InvalidBundleError, match="golden"):
+        verify(Bundle.load(folder))
+
+
+def test_no_file_of_a_bundle_is_unpickled(folder: Path, tmp_path: Path) -> None:
+    trap = tmp_path / "ran"
+
+    class Trap:
+        def __reduce__(self) -> Any:
+            return open, (str(trap), "w")
+
+    payload = pickle.dumps(Trap())
+    array = np.array([Trap()], dtype=object)
+    for name in FILES:
+        copy = tmp_path / name
+        shutil.copytree(folder, copy)
+        for write in (
+            lambda path: path.write_bytes(payload),
+            lambda path: np.save(path, array, allow_pickle=True),
+        ):
+            path = copy / f"{name}.npy"
+            write(path)
+            import hashlib
+
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()
+            rewrite(copy, lambda manifest, name=name, digest=digest: manifest["files"].update({name: digest}))
+            with pytest.raises(InvalidBundleError):
+                Bundle.load(copy)
+    assert not trap.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("left", lambda a: a * 0),  # a cycle
+        ("left", lambda a: a + len(a)),  # beyond the table
+        ("feature", lambda a: a + 10_000),
+        ("feature", lambda a: a - 10_000),
+        ("roots", lambda a: a - 1),
+        ("roots", lambda a: a[:0]),
+        ("threshold", lambda a: a * np.nan),
+        ("value", lambda a: a + np.inf),
+        ("value", lambda a: a[:-1]),
+    ],
+)
+def test_a_forest_that_could_not_be_walked_is_refused(name: str, change: Any) -> None:
+    forest = trained.bundle().rank
+    with pytest.raises(InvalidBundleError):
+        Forest.from_arrays({**forest.arrays(), name: change(forest.arrays()[name])}, forest.baseline, forest.depth, 99)
+
+
+def test_squash_keeps_the_order_and_can_be_undone() -> None:
+    ratio = np.linspace(0.0, 4.0, 500)
+    assert (np.diff(squash(ratio)) > 0).all()
+    assert np.allclose(unsquash(squash(ratio)), ratio)
+
+
+def test_a_kill_while_saving_leaves_the_old_bundle_or_the_new(folder: Path) -> None:
+    code = f"""
+import os
+from tilewise.models import bundle
+found = bundle.Bundle.load({str(folder)!r})
+real = bundle._write
+def dying(path, data):
+    if path.name == "exact_starts.npy":
+        os._exit(9)
+    real(path, data)
+bundle._write = dying
+found.save({str(folder)!r})
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 9
+    assert Bundle.load(folder).digest == trained.bundle().digest
+
+
+# -- versions
+
+
+def other_bundle() -> Bundle:
+    return train(trained.columns(trained.rows()[:400]), op=trained.OP, arch="h200", folds=0, seed=5)
+
+
+def test_publish_promote_and_rollback(tmp_path: Path) -> None:
+    one, two = trained.bundle(), other_bundle()
+    shipped = registry.current(trained.OP, "h200", tmp_path)
+    assert shipped == registry.shipped(trained.OP, "h200")
+    stamps = [registry.stamp(trained.OP, "h200", tmp_path)]
+    for bundle in (one, two):
+        path = registry.publish(bundle, tmp_path)
+        assert registry.current(trained.OP, "h200", tmp_path) == path
+        assert Bundle.load(path).digest == bundle.digest
+        stamps.append(registry.stamp(trained.OP, "h200", tmp_path))
+    assert len(set(stamps)) == 3
+    assert registry.history(trained.OP, "h200", tmp_path) == [two.digest, one.digest]
+    assert registry.rollback(trained.OP, "h200", tmp_path).name == one.digest
+    assert registry.rollback(trained.OP, "h200", tmp_path) == shipped
+    with pytest.raises(InvalidBundleError, match="nothing to roll back"):
+        registry.rollback(trained.OP, "h200", tmp_path)
+    assert registry.promote(trained.OP, "h200", two.digest[:12], tmp_path).name == two.digest
+    for wrong in ("", "abc", "0" * 12, "../" * 5):
+        with pytest.raises(InvalidBundleError, match="version must name one of"):
+            registry.promote(trained.OP, "h200", wrong, tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "nonsense\n", "0" * 64 + "\n", "../../x\n", "\x00"])
+def test_a_broken_pointer_is_a_miss_and_is_replaced(tmp_path: Path, text: str) -> None:
+    folder = tmp_path / "models" / trained.OP / "h200"
+    folder.mkdir(parents=True)
+    (folder / registry.POINTER).write_text(text)
+    assert registry.current(trained.OP, "h200", tmp_path) == registry.shipped(trained.OP, "h200")
+    path = registry.publish(trained.bundle(), tmp_path)
+    assert registry.current(trained.OP, "h200", tmp_path) == path
+
+
+def test_op_and_arch_cannot_leave_the_folder(tmp_path: Path) -> None:
+    for op, arch in (("..", "h200"), ("a/b", "h200"), (trained.OP, "../x"), ("", "h200")):
+        with pytest.raises(InvalidBundleError):
+            registry.current(op, arch, tmp_path)
+
+
+# -- training
+
+
+def test_rows_that_cannot_be_used_are_left_out_by_name() -> None:
+    rows = [dict(row) for row in trained.rows()[:600]]
+    rows[0]["kernel"] = "v999"
+    rows[1]["kernel_hash"] = "stale"
+    rows[2]["arch"] = "mi355x"
+    rows[3]["cache_state"] = "warm"
+    rows[4]["op"] = "other"
+    dropped = train(trained.columns(rows), op=trained.OP, arch="h200", folds=0).manifest["data"]["dropped"]
+    assert dropped == {
+        "op is not paged_mqa_logits": 1,
+        "arch is not h200": 1,
+        "not a cold graph replay": 1,
+        "unknown kernel v999": 1,
+        "stale source of kernel portable": 1,
+    }
+
+
+def test_no_usable_row_is_a_typed_error() -> None:
+    rows = [{**row, "kernel": "v999"} for row in trained.rows()[:10]]
+    with pytest.raises(InvalidProfileError, match=r"no usable timing.*v999"):
+        train(trained.columns(rows), op=trained.OP, arch="h200")
+    with pytest.raises(UnsupportedError, match="arch"):
+        train(trained.columns(trained.rows()), op=trained.OP, arch="nonsense")
