@@ -160,7 +160,8 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--arch", action="append", help="GPU to serve, repeatable; the first is the default (default: all)"
     )
-    parser.add_argument("--log-level", default="info", choices=("critical", "error", "warning", "info", "debug"))
+    levels = ("critical", "error", "warning", "info", "debug")
+    parser.add_argument("--log-level", default="info", choices=levels, help="how much is logged (default: info)")
     _home(parser)
 
 

@@ -12,7 +12,7 @@ from tilewise.dispatch.decision import Decision, Explanation
 from tilewise.kernels.paged_mqa_logits.spec import Shape
 
 Progress = Callable[[str, int, int], None]  # what, done, of how many
-_FIGURES = ("geomean_regret", "p90_regret", "worst_regret", "within_2pct", "within_5pct")
+FIGURES = ("geomean_regret", "p90_regret", "worst_regret", "within_2pct", "within_5pct")
 
 
 def print_json(value: Any) -> None:
@@ -65,9 +65,9 @@ def print_explanation(explained: Explanation) -> None:
 def print_evaluation(result: dict[str, Any]) -> None:
     print(f"{result['op']} on {result['arch']}: {result['judged_shapes']} held-out shapes judged, of", end=" ")
     print(f"{result['measured_shapes']} measured\n")
-    print(f"{'':<10}" + "".join(f"{name:>16}" for name in _FIGURES))
+    print(f"{'':<10}" + "".join(f"{name:>16}" for name in FIGURES))
     for name, figures in {"model": result, **result["baselines"]}.items():
-        print(f"{name:<10}" + "".join(f"{figures[figure]:>16.4f}" for figure in _FIGURES))
+        print(f"{name:<10}" + "".join(f"{figures[figure]:>16.4f}" for figure in FIGURES))
 
 
 def print_metrics(metrics: dict[str, Any]) -> None:
@@ -76,7 +76,7 @@ def print_metrics(metrics: dict[str, Any]) -> None:
         print(f"not evaluated: {metrics.get('none', 'training took no figures')}")
         return
     print(f"{metrics['judged_shapes']} held-out shapes judged:")
-    print_fields({name: f"{metrics[name]:.4f}" for name in _FIGURES})
+    print_fields({name: f"{metrics[name]:.4f}" for name in FIGURES})
 
 
 @contextlib.contextmanager

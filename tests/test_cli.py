@@ -1,0 +1,289 @@
+"""The command line: what it prints, what it refuses, and that docs/cli.md describes all of it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("pyarrow")
+pytest.importorskip("sklearn")
+
+import synthetic
+
+from tilewise import __version__, cli, cli_output
+from tilewise.data import store
+from tilewise.data.records import COLUMN_NAMES
+from tilewise.dispatch.selector import Selector
+from tilewise.kernels.paged_mqa_logits.spec import SHAPE_FIELDS, Shape
+
+DOCS = Path(__file__).parent.parent / "docs"
+ARCH = "h100"  # nothing is shipped for it
+SHAPE = Shape(16, 6, 32, 128, 64, 32768)
+FLAGS = ["--batch-size", "16", "--next-n", "6", "--heads", "32", "--max-context-len", "32768"]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A home with synthetic timings of ARCH and a model of them."""
+    folder = tmp_path_factory.mktemp("home")
+    synthetic.publish_synthetic(folder, arch=ARCH)
+    rows = synthetic.synthetic_rows(synthetic.SHAPES[::5], arch=ARCH)
+    store.write_rows(rows, folder / "rows.parquet")
+    store.import_file(folder / "rows.parquet", folder)
+    return folder
+
+
+@pytest.fixture
+def tilewise(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs a command with that home, gives (exit code, stdout, stderr)."""
+    monkeypatch.setenv("TILEWISE_HOME", str(home))
+
+    def run(*words: str | Path) -> tuple[int, str, str]:
+        try:
+            code = cli.main([str(word) for word in words])
+        except SystemExit as stop:  # argparse
+            code = int(stop.code or 0)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def commands() -> dict[str, argparse.ArgumentParser]:
+    parser = cli.build_parser()
+    (action,) = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    return dict(action.choices)
+
+
+# --- documentation
+
+
+def test_every_command_is_documented_and_every_documented_one_exists() -> None:
+    headings = [line for line in (DOCS / "cli.md").read_text().splitlines() if line.startswith("## ")]
+    assert sorted(headings) == sorted(f"## tilewise {name}" for name in commands())
+
+
+def test_every_flag_is_documented() -> None:
+    sections = (DOCS / "cli.md").read_text().split("\n## tilewise ")
+    shared = sections[0]
+    bodies = dict(section.split("\n", 1) for section in sections[1:])
+    for name, parser in commands().items():
+        for action in parser._actions:
+            for flag in action.option_strings:
+                if flag not in ("-h", "--help"):
+                    assert f"`{flag}" in shared + bodies[name], f"tilewise {name} {flag}"
+                    assert action.help, f"tilewise {name} {flag}"
+
+
+def test_the_profile_schema_page_is_current(tilewise: Any) -> None:
+    """Write it with: tilewise schema > docs/profile-schema.md"""
+    assert tilewise("schema") == (0, (DOCS / "profile-schema.md").read_text(), "")
+
+
+def test_schema_as_json_has_every_column(tilewise: Any) -> None:
+    _, out, _ = tilewise("schema", "--json")
+    assert [row["column"] for row in json.loads(out)] == list(COLUMN_NAMES)
+
+
+# --- answers
+
+
+def test_select_prints_the_decision(tilewise: Any, home: Path) -> None:
+    decision = Selector(ARCH, home=home).select(SHAPE)
+    code, out, err = tilewise("select", "--arch", ARCH, *FLAGS)
+    assert (code, err) == (0, "")
+    lines = dict(line.split(maxsplit=1) for line in out.splitlines())
+    assert lines["config"] == str(decision.config)
+    assert lines["runner-up"] == str(decision.runner_up)
+    assert lines["predicted"] == f"{decision.predicted_us:.2f} us"
+    assert lines["source"] == decision.source
+    assert lines["regime"] == decision.regime
+    assert lines["reason"] == decision.reason
+    assert lines["model"] == decision.model_id
+    code, out, _ = tilewise("select", "--arch", ARCH, *FLAGS, "--json")
+    assert json.loads(out) == {"arch": ARCH, "shape": SHAPE.to_dict(), **decision.to_dict()}
+
+
+def test_select_takes_every_field_of_a_shape(tilewise: Any) -> None:
+    values = [2, 3, 64, 128, 128, 4096, 1000, "preshuffled"]
+    words = [w for n, v in zip(SHAPE_FIELDS, values, strict=True) for w in ("--" + n.replace("_", "-"), str(v))]
+    words[-1] = "flat"
+    _, out, _ = tilewise("select", "--arch", ARCH, *words, "--json")
+    assert list(json.loads(out)["shape"].values()) == [*values[:-1], "flat"]
+
+
+def test_rank_prints_the_best_first(tilewise: Any, home: Path) -> None:
+    ranked = Selector(ARCH, home=home).rank(SHAPE)
+    code, out, _ = tilewise("rank", "--arch", ARCH, *FLAGS)
+    assert code == 0
+    assert [line.split(" us  ")[1] for line in out.splitlines()] == [str(one.config) for one in ranked]
+    _, out, _ = tilewise("rank", "--arch", ARCH, *FLAGS, "--json", "--top", "3")
+    assert json.loads(out) == [one.to_dict() for one in ranked[:3]]
+
+
+def test_explain_names_every_other_candidate(tilewise: Any, home: Path) -> None:
+    explained = Selector(ARCH, home=home).explain(SHAPE)
+    code, out, _ = tilewise("explain", "--arch", ARCH, *FLAGS)
+    assert code == 0
+    rejected = out.split("\nrejected\n")[1].splitlines()
+    assert rejected == [f"  {one.config}: {one.reason}" for one in explained.rejected]
+    _, out, _ = tilewise("explain", "--arch", ARCH, *FLAGS, "--json")
+    assert json.loads(out) == explained.to_dict()
+
+
+def test_evaluate_prints_the_figures_beside_the_baselines(tilewise: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = tilewise("evaluate", "--arch", ARCH, "--json")
+    assert code == 0
+    result = json.loads(out)
+    keys = {"geomean_regret", "p90_regret", "worst_regret", "within_2pct", "within_5pct"}
+    assert keys <= set(result)
+    assert set(result["baselines"]) == {"default", "rule", "nearest"}
+    assert all(keys <= set(figures) for figures in result["baselines"].values())
+    cli_output.print_evaluation(result)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()[3:]]
+    assert [line[0] for line in lines] == ["model", "default", "rule", "nearest"]
+    assert lines[0][1:] == [f"{result[key]:.4f}" for key in cli_output.FIGURES]
+
+
+def test_models_shows_promotes_and_rolls_back(tilewise: Any, tmp_path: Path) -> None:
+    digests = [synthetic.publish_synthetic(tmp_path, shapes=synthetic.SHAPES[:3], seed=s).digest for s in (0, 1)]
+    show = ["models", "--arch", "h200", "--home", tmp_path, "--json"]
+    assert json.loads(tilewise(*show)[1])["digest"] == digests[1]
+    assert json.loads(tilewise(*show, "--rollback")[1])["digest"] == digests[0]
+    shown = json.loads(tilewise(*show, "--promote", digests[1][:12])[1])
+    assert shown["digest"] == digests[1]
+    assert shown["history"] == [digests[1], digests[0]]
+    code, _, err = tilewise(*show, "--promote", "abcdef")
+    assert code == 2
+    assert digests[0][:12] in err
+
+
+def test_import_says_what_became_of_each_row(tilewise: Any, tmp_path: Path) -> None:
+    rows = synthetic.synthetic_rows(synthetic.SHAPES[:1])
+    bad = [{**rows[0], "latency_us": float("nan")}, {**rows[0], "heads": 33}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, *bad, rows[0]]))
+    code, out, err = tilewise("import", path, "--home", tmp_path)
+    assert code == 1
+    assert out == f"{path}: {len(rows)} rows accepted, 1 repeated, 2 rejected\n"
+    lines = err.splitlines()
+    assert [line.startswith(f"{path} row {len(rows) + n}: ") for n, line in enumerate(lines, start=1)] == [True, True]
+    assert "latency_us" in lines[0]
+    assert "heads" in lines[1]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, out, _ = tilewise("import", path, "--home", tmp_path)
+    assert code == 0
+    assert "nothing changed" in out
+    code, out, _ = tilewise("import", path, "--home", tmp_path, "--json")
+    assert json.loads(out)[str(path)]["files"][0]["new"] is False
+
+
+def test_version(tilewise: Any) -> None:
+    assert tilewise("version") == (0, f"{__version__}\n", "")
+    assert json.loads(tilewise("version", "--json")[1]) == {"version": __version__}
+
+
+# --- refusals
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["select", "--arch", "h900", *FLAGS], "arch must be one of"),
+        (["select", "--arch", ARCH, *FLAGS, "--heads", "33"], "heads must be one of"),
+        (["select", "--arch", ARCH, *FLAGS, "--block-kv", "1"], "no kernel serves"),
+        (["select", "--arch", ARCH, *FLAGS, "--mean-context-len", "32769"], "mean_context_len must be"),
+        (["rank", "--arch", ARCH, *FLAGS, "--batch-size", "-1"], "batch_size must be"),
+        (["train", "--arch", "mi350x"], "no timings"),
+        (["evaluate", "--arch", "mi350x"], "no timings"),
+        (["models", "--arch", "mi350x"], "no model"),
+        (["models", "--arch", ARCH, "--promote", "123"], "version must name one of"),
+        (["import", "/nowhere/rows.parquet"], "cannot be read"),
+    ],
+)
+def test_a_refusal_is_one_plain_line_and_exit_code_2(tilewise: Any, words: list[str], named: str) -> None:
+    code, out, err = tilewise(*words)
+    assert code == 2
+    assert out == ""
+    assert err.startswith("tilewise: ")
+    assert err.count("\n") == 1
+    assert named in err
+
+
+@pytest.mark.parametrize("words", [[], ["fly"], ["select"], ["select", *FLAGS, "--heads", "x"], ["select", "--nope"]])
+def test_wrong_usage_is_exit_code_2_without_a_traceback(tilewise: Any, words: list[str]) -> None:
+    code, out, err = tilewise(*words)
+    assert code == 2
+    assert out == ""
+    assert "Traceback" not in err
+
+
+HIDING = """
+import sys
+for name in sys.argv[1].split(","):
+    sys.modules[name] = None
+from tilewise.cli import main
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("hidden", "words", "extra"),
+    [
+        ("pyarrow", ["train", "--arch", ARCH], "train"),
+        ("pyarrow", ["import", "ROWS"], "train"),
+        ("sklearn", ["train", "--arch", ARCH], "train"),
+        ("fastapi", ["serve"], "server"),
+        ("uvicorn", ["serve"], "server"),
+        ("torch,triton", ["collect", "--run-dir", "/nowhere"], "gpu"),
+    ],
+)
+def test_a_missing_package_is_named_with_the_extra_that_brings_it(
+    hidden: str, words: list[str], extra: str, home: Path
+) -> None:
+    words = [str(home / "rows.parquet") if word == "ROWS" else word for word in words]
+    run = subprocess.run(
+        [sys.executable, "-c", HIDING, hidden, *words],
+        env={"TILEWISE_HOME": str(home), "PYTHONPATH": ":".join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 2, run.stderr
+    assert "Traceback" not in run.stderr
+    last = run.stderr.splitlines()[-1]
+    assert last.startswith("tilewise: ")
+    assert hidden.partition(",")[0].replace("sklearn", "scikit-learn") in last
+    assert f"tilewise[{extra}]" in last or extra == "gpu"
+
+
+def test_answers_need_numpy_alone(home: Path) -> None:
+    """Selecting imports neither torch, triton, pyarrow, scikit-learn nor the server's packages."""
+    hidden = "torch,triton,pyarrow,sklearn,fastapi,uvicorn,pydantic,starlette,rich,pandas"
+    for command in ("select", "rank", "explain"):
+        run = subprocess.run(
+            [sys.executable, "-c", HIDING, hidden, command, "--arch", ARCH, *FLAGS],
+            env={"TILEWISE_HOME": str(home), "PYTHONPATH": ":".join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (run.returncode, run.stderr) == (0, ""), run.stderr
+
+
+def test_a_reader_that_stops_early_is_no_error(home: Path) -> None:
+    command = [sys.executable, "-c", HIDING, "torch", "explain", "--arch", ARCH, *FLAGS, "--json"]
+    environment = {"TILEWISE_HOME": str(home), "PYTHONPATH": ":".join(sys.path), "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait() == 0
