@@ -332,11 +332,12 @@ def _vop3_sd(wave, inst):
             total = product + c
             carry = total < product
         else:
-            total = (as_int(a).astype(np.int64) * as_int(b)).view(u64) + c
-            # Overflow of a 64-bit signed sum: nothing reads it in the code that we run.
-            if f["sdst"] != VCC and f["sdst"] < 102 and _mad_overflows(a, b, c):
-                raise inst.unsupported("signed overflow of the 64-bit sum")
-            carry = np.zeros(64, bool)
+            product = as_int(a).astype(np.int64) * as_int(b)
+            total = product.view(u64) + c
+            # The 65th bit of the exact sum: its sign, which is the wrapped one's unless that overflowed.
+            wrapped, addend = total.view(np.int64), c.view(np.int64)
+            overflow = ((product ^ wrapped) & (addend ^ wrapped)) < 0
+            carry = (wrapped < 0) ^ overflow
         wave.write_vgpr64(f["vdst"], total)
         wave.write_sgpr64(f["sdst"], wave.mask_of(carry))
     elif name in ("V_ADD_CO_U32", "V_SUB_CO_U32", "V_ADDC_CO_U32", "V_SUBB_CO_U32"):
