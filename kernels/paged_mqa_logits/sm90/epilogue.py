@@ -18,7 +18,7 @@ def _column_weights(p, buf, token, TOKENS: gl.constexpr):
     COLUMNS: gl.constexpr = TOKENS * p.HEADS
     LAYOUT: gl.constexpr = gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32]))
     w = buf.weights.index(token)._reinterpret(gl.float32, [COLUMNS], gl.NVMMASharedLayout(0, 32, 1)).load(LAYOUT)
-    if p.EPILOGUE == "mix":
+    if p.RELU == "mix":
         w = w * gl.where(gl.arange(0, COLUMNS, layout=LAYOUT) % 2 == 0, 1.0, 0.5)
     return w
 
@@ -29,7 +29,7 @@ def _token_sums(p, acc, w, TOKENS: gl.constexpr):
     LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
         [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
     )
-    if p.EPILOGUE == "mix":
+    if p.RELU == "mix":
         # Two pipes at once: max for even columns, x + |x| (whose |.| is free) for odd ones.
         x = gl.inline_asm_elementwise(
             "{ .reg .f32 t; max.f32 $0, $2, 0f00000000; abs.f32 t, $3; add.f32 $1, $3, t; }",
@@ -56,10 +56,27 @@ def _token_sums(p, acc, w, TOKENS: gl.constexpr):
 
 
 @gluon.jit
-def _quad_sums(sums, COUNT: gl.constexpr):
+def _quad_sums(p, sums, COUNT: gl.constexpr):
     # The sum over a quad of up to four tokens' partial sums. It is a transpose: for four tokens, lane t keeps token t of
     # two rows; for two, a lane keeps one token of one row; for one, a row, with one exchange left.
-    if COUNT > 2:
+    if COUNT > 2 and p.SHUFFLE:
+        # The same by exchange between lanes: no shared memory, so no barrier of the warpgroup in the loop over tiles.
+        LAYOUT: gl.constexpr = sums[0].type.layout
+        lane = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, LAYOUT)), 0)
+        lane = lane + gl.zeros([64, 4], gl.int32, LAYOUT)
+        return gl.inline_asm_elementwise(
+            """{ .reg .pred hi, lo; .reg .b32 bit, s, v; .reg .f32 a, b, k, r;
+            setp.ge.s32 hi, $5, 2; and.b32 bit, $5, 1; setp.ne.s32 lo, bit, 0;
+            selp.f32 k, $1, $3, hi; mov.b32 s, k; shfl.sync.bfly.b32 v, s, 2, 31, 0xffffffff; mov.b32 r, v;
+            selp.f32 k, $3, $1, hi; add.f32 a, k, r;
+            selp.f32 k, $2, $4, hi; mov.b32 s, k; shfl.sync.bfly.b32 v, s, 2, 31, 0xffffffff; mov.b32 r, v;
+            selp.f32 k, $4, $2, hi; add.f32 b, k, r;
+            selp.f32 k, a, b, lo; mov.b32 s, k; shfl.sync.bfly.b32 v, s, 1, 31, 0xffffffff; mov.b32 r, v;
+            selp.f32 k, b, a, lo; add.f32 $0, k, r; }""",
+            "=f,f,f,f,f,r", [sums[0], sums[1], sums[2], sums[COUNT - 1], lane],
+            dtype=gl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    elif COUNT > 2:
         LAYOUT4: gl.constexpr = gl.DistributedLinearLayout(
             [[0, 0, 1], [0, 0, 2], [8, 0, 0]], [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
             [[16, 0, 0], [32, 0, 0]], [], [64, 4, 4],
@@ -90,7 +107,7 @@ def _store_tokens(
     SLOTS: gl.constexpr = gl.SliceLayout(0, y.type.layout)
     pos = gl.expand_dims(column + gl.arange(0, 64, layout=ROWS), 1)
     t = FIRST + gl.arange(0, y.shape[1], layout=SLOTS)
-    if p.EPILOGUE == "add":
+    if p.RELU == "add":
         scale = scale * 0.5
     y = y * gl.expand_dims(gl.convert_layout(scale, ROWS), 1)
     out = p.out + (row + t).to(gl.int64) * p.out_stride
@@ -118,12 +135,12 @@ def _second_weights(p, buf, token, slot, LANE: gl.constexpr, TOKENS: gl.constexp
     COLUMNS: gl.constexpr = TOKENS * p.HEADS
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
     COLUMN: gl.constexpr = gl.SliceLayout(0, LAYOUT)
-    DTYPE: gl.constexpr = gl.float32 if p.EPILOGUE == "tf32" else gl.bfloat16
+    DTYPE: gl.constexpr = gl.float32 if p.RELU == "tf32" else gl.bfloat16
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, COLUMNS], DTYPE)
     r = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(1, LAYOUT)), 1)
     column = gl.arange(0, COLUMNS, layout=COLUMN)
     w = buf.weights.index(token)._reinterpret(gl.float32, [COLUMNS], gl.NVMMASharedLayout(0, 32, 1)).load(COLUMN)
-    if p.EPILOGUE == "tf32":
+    if p.RELU == "tf32":
         # Odd columns come as x + |x|, truncated; even ones as relu(x), rounded. See _second_operand.
         w = w * gl.where(column % 2 == 0, 1.0, 0.5 * _TF32_BIAS)
         w = gl.reshape(gl.permute(gl.reshape(w, [COLUMNS // 8, 4, 2]), (0, 2, 1)), [COLUMNS])
@@ -141,7 +158,7 @@ def _second_weights(p, buf, token, slot, LANE: gl.constexpr, TOKENS: gl.constexp
 @gluon.jit
 def _second_operand(p, acc):
     # relu(acc) as the A operand of the second product, in registers and without moving anything between lanes.
-    if p.EPILOGUE == "bf16":
+    if p.RELU == "bf16":
         x = gl.inline_asm_elementwise(
             "cvt.rn.relu.bf16x2.f32 $0, $2, $1;", "=r,r,r", [acc], dtype=gl.bfloat16, is_pure=True, pack=2
         )
@@ -164,14 +181,14 @@ def _second_operand(p, acc):
 
 @gluon.jit
 def _second_zero(p):
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 8 if p.EPILOGUE == "tf32" else 16])
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 8 if p.RELU == "tf32" else 16])
     return gl.zeros([64, 8], gl.float32, LAYOUT)
 
 
 @gluon.jit
 def _second_product(p, buf, x, sums, slot, ADD: gl.constexpr, TOKENS: gl.constexpr):
     COLUMNS: gl.constexpr = TOKENS * p.HEADS
-    DTYPE: gl.constexpr = gl.float32 if p.EPILOGUE == "tf32" else gl.bfloat16
+    DTYPE: gl.constexpr = gl.float32 if p.RELU == "tf32" else gl.bfloat16
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, COLUMNS], DTYPE)
     w = buf.second.index(slot)._reinterpret(DTYPE, [8, COLUMNS], TILE).permute((1, 0))
     return warpgroup_mma(x, w, sums, use_acc=ADD, is_async=True)

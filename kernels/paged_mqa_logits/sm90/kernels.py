@@ -218,7 +218,7 @@ def _score(
     FIRST: gl.constexpr = _first_token(TOKENS, p.TOKEN_SPLIT, PART)
     OWN: gl.constexpr = _first_token(TOKENS, p.TOKEN_SPLIT, PART + 1) - FIRST
     PIECES: gl.constexpr = _piece_count(OWN, p.DOT_N)
-    SECOND: gl.constexpr = p.EPILOGUE == "bf16" or p.EPILOGUE == "tf32"
+    SECOND: gl.constexpr = p.RELU == "bf16" or p.RELU == "tf32"
     SLOTS: gl.constexpr = buf.second.shape[0] // p.CONSUMERS
     ROW: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.HEADS, 32]))
     K_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, p.HEAD_DIM], gl.float8e4nv)
@@ -234,6 +234,7 @@ def _score(
                 _piece_start(OWN, p.DOT_N, j) % 4, _piece_tokens(OWN, p.DOT_N, j),
             )  # fmt: skip
         fence_async_shared()
+        gl.thread_barrier()  # here rather than in the loop, where the compiler would put one before each product
     elif p.KEEP_WEIGHTS:
         for j in gl.static_range(PIECES):
             at = base + _piece_start(OWN, p.DOT_N, j)
@@ -288,7 +289,7 @@ def _score(
                     y = gl.sum(gl.reshape(y8, [64, 4, 2]), 2)
                     second = _second_zero(p)
                 else:
-                    y = _quad_sums(sums, (_piece_start(OWN, p.DOT_N, j + 1) - 1) % 4 + 1)
+                    y = _quad_sums(p, sums, (_piece_start(OWN, p.DOT_N, j + 1) - 1) % 4 + 1)
                     sums = ()
                 _store_tokens(
                     p, y, scale, row, request, token, length, extent, column, masked,

@@ -11,7 +11,7 @@ READS = frozenset(
      "ctas_per_sm")
 )  # fmt: skip
 
-EPILOGUES = ("add", "mix", "bf16", "tf32")
+EPILOGUES = ("add", "mix", "add-shuffle", "mix-shuffle", "bf16", "tf32")
 SECOND_PRODUCTS = ("bf16", "tf32")  # sum over heads as another matrix product, at less than fp32 precision
 # A consumer's registers by their number; the compiler gives the producer 24 and counts it as four warps.
 CONSUMER_REGISTERS = {1: 240, 2: 240, 3: 160, 4: 112}

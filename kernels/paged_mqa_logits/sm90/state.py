@@ -32,7 +32,8 @@ class Problem:
     STAGES: gl.constexpr
     CONSUMERS: gl.constexpr
     TOKEN_SPLIT: gl.constexpr
-    EPILOGUE: gl.constexpr
+    RELU: gl.constexpr  # form of relu and weighting: "add", "mix", "bf16" or "tf32"
+    SHUFFLE: gl.constexpr  # quads are summed by shuffles, not through shared memory
     KEEP_WEIGHTS: gl.constexpr  # weights stay in registers from tile to tile
     BALANCED: gl.constexpr
     LENS_2D: gl.constexpr
@@ -63,7 +64,8 @@ class Problem:
         self.STAGES = gl.constexpr(STAGES)
         self.CONSUMERS = gl.constexpr(CONSUMERS)
         self.TOKEN_SPLIT = gl.constexpr(TOKEN_SPLIT)
-        self.EPILOGUE = gl.constexpr(EPILOGUE)
+        self.RELU = gl.constexpr(EPILOGUE.removesuffix("-shuffle"))
+        self.SHUFFLE = gl.constexpr(EPILOGUE.endswith("-shuffle"))
         self.KEEP_WEIGHTS = gl.constexpr(KEEP_WEIGHTS)
         self.BALANCED = gl.constexpr(BALANCED)
         self.LENS_2D = gl.constexpr(LENS_2D)
