@@ -30,6 +30,7 @@ START_TIMEOUT_S = 60
 def main() -> int:
     once = any(os.environ.get(name, "") not in ("", "0", "false") for name in ("RUN_ONCE", "CI"))
     os.environ.setdefault("TILEWISE_HOME", str(ROOT / ".tilewise"))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the service is stopped too
     flags = [word for name, value in SHAPE.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     show("train", "--arch", ARCH)
     show("select", *flags, "--arch", ARCH)
