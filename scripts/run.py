@@ -103,7 +103,7 @@ def ask(url: str, body: dict[str, object]) -> None:
 
 def stop(service: subprocess.Popen[bytes]) -> None:
     if service.poll() is None:
-        service.send_signal(signal.SIGINT)
+        service.terminate()
         try:
             service.wait(timeout=20)
         except subprocess.TimeoutExpired:
