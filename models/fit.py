@@ -87,7 +87,7 @@ def fit_regressors(data: Examples, rows: Any, shapes: Any, seed: int) -> tuple[A
     """
     try:
         from sklearn.ensemble import HistGradientBoostingRegressor
-        from threadpoolctl import threadpool_limits
+        from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
     except ImportError as error:
         raise UnsupportedError("training needs scikit-learn: pip install 'tilewise[train]'") from error
     rank = HistGradientBoostingRegressor(random_state=seed, **RANK_PARAMETERS)

@@ -42,11 +42,11 @@ class Forest:
         for _ in range(self.depth):
             seen = flat.take(self.feature.take(node) + base)
             node = self.left.take(node) + (seen > self.threshold.take(node))
-        leaves = self.value.take(node).reshape(len(self.roots), n)
-        total = np.full(n, self.baseline)
-        # In the order in which scikit-learn adds, so that sums agree to the last bit.
-        for tree in leaves:
-            total += tree
+        leaves = np.empty((len(self.roots) + 1, n))
+        leaves[0] = self.baseline
+        leaves[1:] = self.value.take(node).reshape(len(self.roots), n)
+        # One after the other, as scikit-learn adds them, so that sums agree to the last bit.
+        total: npt.NDArray[np.float64] = np.add.accumulate(leaves, axis=0)[-1]
         return total
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:

@@ -1,0 +1,95 @@
+"""What a selection costs: warm (a shape that was asked before), cold (a new one, over all candidates), and loading.
+
+    python benchmarks/select.py [--json] [--arch h200] [--bundle FOLDER]
+
+Medians on one thread. Without a bundle for the arch, cold is the cost of falling back to the default, and says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tilewise.dispatch.selector import Selector
+from tilewise.kernels.paged_mqa_logits.spec import Shape, candidates
+from tilewise.models.bundle import Bundle
+from tilewise.models.registry import current
+
+OP = "paged_mqa_logits"
+SHAPE = Shape(16, 6, 32, 128, 64, 131072)
+
+
+def per_call_us(call: Callable[[], object], calls: int = 2000, repeats: int = 101) -> float:
+    """Median over `repeats` of the mean of `calls` calls, less that of an empty call, microseconds."""
+
+    def once(what: Callable[[], object]) -> float:
+        start = time.perf_counter()
+        for _ in range(calls):
+            what()
+        return (time.perf_counter() - start) / calls * 1e6
+
+    return statistics.median(once(call) for _ in range(repeats)) - statistics.median(
+        once(lambda: None) for _ in range(repeats)
+    )
+
+
+def measure(arch: str, bundle_dir: str | None = None) -> dict[str, Any]:
+    """All figures, by name."""
+    selector = Selector(arch, bundle_dir=bundle_dir)
+    shape = Shape(16, 6, 32, 128, 64, 131072)
+    selector.select(shape)
+    again = Shape(16, 6, 32, 128, 64, 131072)
+    warm = per_call_us(lambda: selector.select(shape))
+    equal = per_call_us(lambda: selector.select(again))
+    ints = per_call_us(
+        lambda: selector.select(batch_size=16, next_n=6, heads=32, head_dim=128, block_kv=64, max_context_len=131072)
+    )
+    cold, sources = [], set()
+    for at in range(1000):  # contexts that nobody measured, all of them new
+        new = Shape(16, 6, 32, 128, 64, 5001 + 7 * at)
+        start = time.perf_counter()
+        decision = selector.select(new)
+        cold.append((time.perf_counter() - start) * 1e6)
+        sources.add(decision.source)
+    result: dict[str, Any] = {
+        "arch": selector.arch.name,
+        "model_id": selector.model_id,
+        "candidates": len(candidates(SHAPE, selector.arch)),
+        "warm_us": warm,
+        "warm_equal_shape_us": equal,
+        "warm_from_ints_us": ints,
+        "cold_us": statistics.median(cold),
+        "cold_p99_us": statistics.quantiles(cold, n=100)[98],
+        "cold_sources": sorted(sources),
+    }
+    if selector.bundle is not None:
+        folder = Path(bundle_dir) if bundle_dir else current(OP, selector.arch.name)
+        result["load_ms"] = statistics.median(_load_ms(folder) for _ in range(21))
+        result["bundle_bytes"] = sum(path.stat().st_size for path in folder.iterdir())
+    return result
+
+
+def _load_ms(folder: Path) -> float:
+    start = time.perf_counter()
+    Bundle.load(folder)
+    return (time.perf_counter() - start) * 1e3
+
+
+def main() -> None:
+    """Print the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", default="h200", help="GPU whose bundle is used (default: h200)")
+    parser.add_argument("--bundle", help="folder of a bundle (default: the one in force)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    args = parser.parse_args()
+    result = measure(args.arch, args.bundle)
+    if args.json:
+        print(json.dumps(result, indent=1))
+        return
+    for name, value in result.items():
+        print(f"{name:22} {value:.2f}" if isinstance(value, float) else f"{name:22} {value}")
