@@ -62,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as `head`, has seen enough; Python must not flush into it at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:  # a folder that may not be written, a full disk, ...
+        print(f"tilewise: {error}", file=sys.stderr)
     except KeyboardInterrupt:
         return 130
     return 2

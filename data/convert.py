@@ -21,6 +21,7 @@ MAX_ROW_GROUP_BYTES = 1 << 29  # what a Parquet row group may unpack to
 BATCH_ROWS = 4096
 
 _TYPES = {column.name: column.type for column in COLUMNS}
+_FLOATS = [column.name for column in COLUMNS if column.type is float]
 _NULLABLE = {column.name for column in COLUMNS if column.nullable}
 _INT = re.compile(r"-?[0-9]{1,19}")
 _FLOAT = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?|[-+]?(nan|inf|infinity)", re.IGNORECASE)
@@ -89,7 +90,7 @@ def _parquet(path: Path) -> Iterator[Item]:
                 _check_text(pa, batch, path)
                 for row in batch.to_pylist():
                     number += 1
-                    yield number, {name: _number(name, value) for name, value in row.items()}
+                    yield number, _whole_floats(row)
     except InvalidProfileError:
         raise
     except damage as error:
@@ -108,11 +109,13 @@ def _check_text(pa: Any, batch: Any, path: Path) -> None:
                 raise InvalidProfileError(f"{path}: {name} must be at most {MAX_TEXT} characters, got {longest} bytes")
 
 
-def _number(name: str, value: Any) -> Any:
-    """Whole numbers are good floats: JSON and Parquet writers alike drop the point."""
-    if type(value) is int and _TYPES.get(name) is float and abs(value) <= 1 << 53:
-        return float(value)
-    return value
+def _whole_floats(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with whole numbers made floats where those belong: JSON and Parquet writers alike drop the point."""
+    for name in _FLOATS:
+        value = row.get(name)
+        if type(value) is int and abs(value) <= 1 << 53:
+            row[name] = float(value)
+    return row
 
 
 def _json_lines(path: Path) -> Iterator[Item]:
@@ -137,7 +140,7 @@ def _json_row(line: bytes) -> dict[str, Any] | str:
         return f"not a JSON object: {shorten(str(error))}"
     if not isinstance(row, dict):
         return f"not a JSON object: {shorten(row)}"
-    return {name: _number(name, value) for name, value in row.items()}
+    return _whole_floats(row)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -52,6 +52,15 @@ def row_hashes(table: Any) -> list[bytes]:
 
     Text that is null counts as empty, and -0.0 as 0.0; the files' encoding plays no part.
     """
+    hashes: list[bytes] = []
+    for start in range(0, table.num_rows, CHUNK_ROWS):
+        cells = _cells(table.slice(start, CHUNK_ROWS))
+        hashes += [hashlib.blake2b(row, digest_size=16).digest() for row in cells]
+    return hashes
+
+
+def _cells(table: Any) -> npt.NDArray[np.uint8]:
+    """[rows, bytes]: a text as the hash of it, a number as its eight bytes and whether it is there."""
     parts = []
     for column in COLUMNS:
         array = _one_array(table.column(column.name))
@@ -60,13 +69,11 @@ def row_hashes(table: Any) -> list[bytes]:
             keys = [hashlib.blake2b(value.encode(), digest_size=16).digest() for value in values]
             parts.append(np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 16)[index])
         else:
-            dtype = "<i8" if column.type is int else "<f8"
-            numbers = array.fill_null(0).to_numpy(zero_copy_only=False).astype(dtype) + (0 if dtype == "<i8" else 0.0)
+            numbers = array.fill_null(0).to_numpy(zero_copy_only=False)
+            numbers = numbers.astype("<i8") if column.type is int else numbers.astype("<f8") + 0.0
             parts.append(np.ascontiguousarray(numbers).view(np.uint8).reshape(-1, 8))
             parts.append(array.is_valid().to_numpy(zero_copy_only=False).astype(np.uint8).reshape(-1, 1))
-    matrix = np.concatenate(parts, axis=1)
-    width, cells = matrix.shape[1], matrix.tobytes()
-    return [hashlib.blake2b(cells[at : at + width], digest_size=16).digest() for at in range(0, len(cells), width)]
+    return np.concatenate(parts, axis=1)
 
 
 def digest_of(hashes: Iterable[bytes]) -> str:

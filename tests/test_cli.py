@@ -216,6 +216,14 @@ def test_a_refusal_is_one_plain_line_and_exit_code_2(tilewise: Any, words: list[
     assert named in err
 
 
+def test_a_home_that_cannot_be_written_is_one_plain_line(tilewise: Any, home: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    code, out, err = tilewise("import", home / "rows.parquet", "--home", tmp_path / "file")
+    assert (code, out) == (2, "")
+    assert err.startswith("tilewise: ")
+    assert err.count("\n") == 1
+
+
 @pytest.mark.parametrize("words", [[], ["fly"], ["select"], ["select", *FLAGS, "--heads", "x"], ["select", "--nope"]])
 def test_wrong_usage_is_exit_code_2_without_a_traceback(tilewise: Any, words: list[str]) -> None:
     code, out, err = tilewise(*words)
