@@ -115,15 +115,17 @@ def run_train(args: argparse.Namespace) -> int:
     result = {
         "model_id": bundle.model_id,
         "digest": bundle.digest,
-        "data_digest": profile.digest,
+        "profile_digest": profile.digest,
         "rows": len(profile),
+        "dropped": bundle.manifest["data"]["dropped"],
         "path": str(place),
         "metrics": bundle.manifest["metrics"],
     }
     if args.json:
         print_json(result)
         return 0
-    print_fields({name: value for name, value in result.items() if name != "metrics"})
+    dropped = [f"{count} ({reason})" for reason, count in result["dropped"].items()]
+    print_fields({**result, "metrics": None, "dropped": "; ".join(dropped) or "none"})
     print_metrics(bundle.manifest["metrics"])
     return 0
 

@@ -25,7 +25,8 @@ def note(text: str) -> None:
 
 def print_fields(fields: dict[str, Any]) -> None:
     for name, value in fields.items():
-        print(f"{name:<16}{value}")
+        if value is not None:
+            print(f"{name:<16}{value}")
 
 
 def us(value: float | None) -> str:

@@ -51,10 +51,7 @@ COLUMNS: tuple[Column, ...] = (
     *(Column(name, str if name == "cache_layout" else int, _SHAPE_DOC[name]) for name in SHAPE_FIELDS),
     Column("contexts", str, "how the contexts of the batch were drawn: uniform, or the name of a ragged distribution"),
     Column("logits_width", int, "columns of the output, max_model_len"),
-    *(
-        Column(name, type(getattr(Config(), name)), f"field {name} of the config that ran")
-        for name in CONFIG_FIELDS
-    ),
+    *(Column(name, type(getattr(Config(), name)), f"field {name} of the config that ran") for name in CONFIG_FIELDS),
     Column("status", str, f"one of {', '.join(STATUSES)}"),
     Column("reason", str, "why there is no time, empty where there is", nullable=True),
     Column("latency_us", float, "median time of one launch, microseconds", nullable=True),
@@ -66,7 +63,11 @@ COLUMNS: tuple[Column, ...] = (
     Column("cache_state", str, "cold or warm"),
     Column("footprint_bytes", int, "distinct cache pages walked before any is read again, bytes"),
     Column("max_error", float, "worst |error| / (k_scale * sum |w| relu(q.k)) against the reference", nullable=True),
-    Column("pass_index", int, "0 first timing of a shape, 1 an independent second one, 2 a duel of the best against the default"),
+    Column(
+        "pass_index",
+        int,
+        "0 first timing of a shape, 1 an independent second one, 2 a duel of the best against the default",
+    ),
     Column("kernel_hash", str, "source hash of the kernel that ran"),
     Column("device_name", str, "as the driver gives it"),
     Column("compute_units", int, "multiprocessors or compute units of the live device"),

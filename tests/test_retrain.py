@@ -81,7 +81,7 @@ def test_training_again_on_the_same_rows_gives_the_same_bundle(tmp_path: Path) -
             "train", "--arch", ARCH, "--json", "--out", tmp_path / f"bundle-{name}", home=tmp_path / name
         )
         assert trained.returncode == 0, trained.stderr
-        digests.add((json.loads(trained.stdout)["digest"], json.loads(trained.stdout)["data_digest"]))
+        digests.add((json.loads(trained.stdout)["digest"], json.loads(trained.stdout)["profile_digest"]))
         assert (tmp_path / f"bundle-{name}" / "manifest.json").is_file()
         assert not (tmp_path / name / "models").exists()  # --out publishes nothing
     assert len(digests) == 1
