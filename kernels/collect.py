@@ -27,6 +27,7 @@ from typing import Any
 from tilewise.errors import TilewiseError, UnsupportedError
 from tilewise.kernels.arch import Arch, current_arch, get_arch
 from tilewise.kernels.paged_mqa_logits.spec import Config, candidates, cdiv, default_config
+from tilewise.kernels.paged_mqa_logits.traits import usual_traits
 from tilewise.kernels.registry import kernel_source_hash
 from tilewise.kernels.shape_sets import SETS, Target, named_set, read_targets
 
@@ -210,7 +211,8 @@ def _compile_ahead(steps: Sequence[Step], arch: Arch, args: argparse.Namespace) 
     wanted: dict[tuple[object, ...], tuple[Target, Config]] = {}
     for step in steps:
         for config in _candidates(step, arch, args):
-            wanted.setdefault(launcher(config.kernel).launch_key(step.target.shape, config, False), (step.target, config))
+            key = launcher(config.kernel).launch_key(step.target.shape, config, usual_traits(step.target.shape))
+            wanted.setdefault(key, (step.target, config))
     if not wanted or args.jobs < 2:
         return
     # Largest first, so that no slow one is left alone at the end.
@@ -228,7 +230,7 @@ def _compile_one(shape: Any, config: Config) -> None:
     from tilewise.kernels.paged_mqa_logits.launch import compile_config
 
     with contextlib.suppress(Exception):
-        compile_config(shape, config)
+        compile_config(shape, config, usual_traits(shape))
 
 
 def _write(parts: Path, step: Step, rows: Sequence[dict[str, Any]]) -> None:

@@ -21,6 +21,7 @@ from tilewise.kernels.arch import Arch
 from tilewise.kernels.paged_mqa_logits.launch import launcher
 from tilewise.kernels.paged_mqa_logits.reference import reference_logits, worst_error
 from tilewise.kernels.paged_mqa_logits.spec import Config, Shape, cdiv, floor_us, is_valid
+from tilewise.kernels.paged_mqa_logits.traits import traits_of
 
 # Errors of a kernel with fp8 products and fp32 sums; the matrix unit's own accumulation is the larger part.
 MAX_ELEMENT_ERROR = 1e-3
@@ -90,8 +91,9 @@ class Problem:
         table = self.block_tables[turn % len(self.block_tables)]
         columns = min(self.out.shape[1], table.shape[1] * self.shape.block_kv)
         launcher(config.kernel).launch(
-            self.q, self.kv_cache, self.weights, self.context_lens, table, self.out, columns, self.shape, config
-        )
+            self.q, self.kv_cache, self.weights, self.context_lens, table, self.out, columns, self.shape, config,
+            traits_of(self.kv_cache, self.weights, self.context_lens),
+        )  # fmt: skip
 
 
 def make_problem(

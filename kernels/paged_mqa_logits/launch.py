@@ -22,6 +22,7 @@ from tilewise.kernels.paged_mqa_logits.spec import (
     default_config,
     is_valid,
 )
+from tilewise.kernels.paged_mqa_logits.traits import Traits, traits_of, usual_traits
 
 # Context that a launch is chosen for when the caller gives no bound: the host never sees the lengths, and the width of
 # the logits says nothing about them.
@@ -32,14 +33,14 @@ ROW_ALIGNMENT = 256  # elements; top-k kernels want aligned rows, and take a str
 class Launcher(Protocol):
     """What a kernel's launch module offers; see `LAUNCHERS`."""
 
-    def launch_key(self, shape: Shape, config: Config, lens_2d: bool) -> tuple[object, ...]:
+    def launch_key(self, shape: Shape, config: Config, traits: Traits) -> tuple[object, ...]:
         """Everything that decides which binary runs: equal keys need no further compilation."""
         ...
 
     def launch(
         self, q: Tensor, kv_cache: Tensor, weights: Tensor, context_lens: Tensor, block_tables: Tensor, out: Tensor,
-        max_columns: int, shape: Shape, config: Config,
-    ) -> None:
+        max_columns: int, shape: Shape, config: Config, traits: Traits,
+    ) -> None:  # fmt: skip
         """Launch on checked tensors; `max_columns` bounds the columns of the output and of the table."""
         ...
 
@@ -112,42 +113,52 @@ def paged_mqa_logits(
     else:
         _refuse_invalid(shape, config, arch)
     own = launcher(config.kernel)
-    key = own.launch_key(shape, config, context_lens.dim() == 2)
+    traits = traits_of(kv_cache, weights, context_lens)
+    key = own.launch_key(shape, config, traits)
     if key not in _warmed:
         if _capturing(q):
             raise CaptureError(f"the kernel for {config} was not warmed: call tilewise.warm_up before the capture")
         _warmed.add(key)
     out = _output(q.shape[0] * q.shape[1], max_model_len, q.device, out, clean_logits)
-    own.launch(q, kv_cache, weights, context_lens, block_tables, out, max_columns, shape, config)
+    own.launch(q, kv_cache, weights, context_lens, block_tables, out, max_columns, shape, config, traits)
     return out
 
 
 def warm_up(
-    shapes: Iterable[Shape], configs: Iterable[Config] = (), *, per_token_lens: bool = False, device: str = "cuda"
+    shapes: Iterable[Shape],
+    configs: Iterable[Config] = (),
+    *,
+    per_token_lens: bool = False,
+    page_stride: int | None = None,
+    device: str = "cuda",
 ) -> int:
     """Compile and load what these shapes launch, so that a later graph capture neither compiles nor loads.
 
-    Runs each shape's chosen config, its default and the valid ones among `configs` once, on one empty request.
-    Returns the number of kernels that were new. `per_token_lens` prepares for context_lens of [batch_size, next_n].
+    Runs each shape's chosen config, its default and the valid ones among `configs` once, on empty requests. Returns the
+    number of kernels that were new. `per_token_lens` prepares for context_lens of [batch_size, next_n], `page_stride`
+    (bytes) for a cache whose pages have gaps.
     """
     given = tuple(configs)
     before = len(_warmed)
     for shape in shapes:
         arch = current_arch(torch.device(device).index or 0)
+        traits = usual_traits(shape, per_token_lens=per_token_lens, page_stride=page_stride)
         valid = [config for config in given if is_valid(shape, config, arch) is None]
         for config in dict.fromkeys([_choose(shape, arch), default_config(shape, arch), *valid]):
-            compile_config(shape, config, per_token_lens=per_token_lens, device=device)
+            compile_config(shape, config, traits, device=device)
     return len(_warmed) - before
 
 
-def compile_config(shape: Shape, config: Config, *, per_token_lens: bool = False, device: str = "cuda") -> None:
+def compile_config(shape: Shape, config: Config, traits: Traits, *, device: str = "cuda") -> None:
     """Compile and load the kernel that `config` needs for `shape`, by launching it on one empty request."""
+    pages = torch.zeros(2, traits.page_stride, dtype=torch.uint8, device=device)
+    width = shape.head_dim + SCALE_BYTES
     q = torch.zeros(1, shape.next_n, shape.heads, shape.head_dim, device=device).to(torch.float8_e4m3fn)
     paged_mqa_logits(
         q,
-        torch.zeros(1, shape.block_kv, 1, shape.head_dim + SCALE_BYTES, dtype=torch.uint8, device=device),
+        torch.as_strided(pages, (2, shape.block_kv, 1, width), (traits.page_stride, width, width, 1)),
         torch.zeros(shape.next_n, shape.heads, device=device),
-        torch.zeros((1, shape.next_n) if per_token_lens else (1,), dtype=torch.int32, device=device),
+        torch.zeros((1, shape.next_n) if traits.per_token_lens else (1,), dtype=torch.int32, device=device),
         torch.zeros(1, 1, dtype=torch.int32, device=device),
         shape.block_kv,
         cache_layout=shape.cache_layout,

@@ -8,12 +8,13 @@ from triton import knobs
 
 from tilewise.errors import UnsupportedError
 from tilewise.kernels.paged_mqa_logits.spec import Config, Shape
+from tilewise.kernels.paged_mqa_logits.traits import Traits
 from tilewise.kernels.paged_mqa_logits.triton_portable import _paged_mqa_logits_kernel
 
 
-def launch_key(shape: Shape, config: Config, lens_2d: bool) -> tuple[object, ...]:
+def launch_key(shape: Shape, config: Config, traits: Traits) -> tuple[object, ...]:
     """Everything that decides which binary runs."""
-    return (*_constexprs(shape, config, lens_2d).values(), config.num_warps, config.waves_per_eu)
+    return ("portable", *_constexprs(shape, config, traits).values(), config.num_warps, config.waves_per_eu)
 
 
 def launch(
@@ -26,6 +27,7 @@ def launch(
     max_columns: int,
     shape: Shape,
     config: Config,
+    traits: Traits,
 ) -> None:
     """One launch of batch_size x token groups x split_kv programs."""
     if q.device.type == "cpu" and not knobs.runtime.interpret:
@@ -43,18 +45,17 @@ def launch(
         config.split_kv,
         max_columns,
         q.stride(0) // 16,
-        kv_cache.stride(0) // 16,
         context_lens.stride(0),
         block_tables.stride(0),
         weights.stride(0),
         out.stride(0),
-        **_constexprs(shape, config, context_lens.dim() == 2),
+        **_constexprs(shape, config, traits),
         num_warps=config.num_warps,
         **options,
     )
 
 
-def _constexprs(shape: Shape, config: Config, lens_2d: bool) -> dict[str, int | bool]:
+def _constexprs(shape: Shape, config: Config, traits: Traits) -> dict[str, int | bool]:
     return {
         "FUSE_N": config.fuse_n,
         "DOT_N": config.dot_n,
@@ -64,6 +65,8 @@ def _constexprs(shape: Shape, config: Config, lens_2d: bool) -> dict[str, int | 
         "HEADS": shape.heads,
         "HEAD_DIM": shape.head_dim,
         "BLOCK_KV": shape.block_kv,
-        "LENS_2D": lens_2d,
+        "STRIDE_PAGE": traits.page_stride,
+        "WEIGHTS_DENSE": traits.dense_weights,
+        "LENS_2D": traits.per_token_lens,
         "MASKED": shape.next_n % config.fuse_n != 0,
     }
