@@ -141,11 +141,21 @@ def add_evaluate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--leave-out", action="append", default=[], metavar="FIELD", help="hold out each value in turn")
 
 
+def _folds(text: str) -> int:
+    number = int(text)
+    if number != 0 and number < 2:
+        raise argparse.ArgumentTypeError(f"must be 0, or 2 or more, got {number}")
+    return number
+
+
 def add_train(parser: argparse.ArgumentParser) -> None:
     _arch(parser)
     _home(parser)
     _json(parser)
     parser.add_argument("--seed", type=int, default=0, help="seed of training (default: 0)")
+    parser.add_argument(
+        "--folds", type=_folds, default=10, help="held-out folds for the metrics, 0 for none (default: 10)"
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="write the bundle to DIR and publish nothing")
 
 

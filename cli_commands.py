@@ -110,7 +110,9 @@ def run_train(args: argparse.Namespace) -> int:
     arch, profile = _profile(args)
     note(f"training on {len(profile)} rows of {args.op} on {arch}")
     with progress_bar() as progress:
-        bundle = latency.train(profile.columns, op=args.op, arch=arch, seed=args.seed, progress=progress)
+        bundle = latency.train(
+            profile.columns, op=args.op, arch=arch, seed=args.seed, folds=args.folds, progress=progress
+        )
     place = registry.publish(bundle, args.home) if args.out is None else bundle.save(args.out)
     result = {
         "model_id": bundle.model_id,

@@ -15,12 +15,14 @@ pytest.importorskip("pyarrow")
 pytest.importorskip("sklearn")
 
 import synthetic
+from threadpoolctl import threadpool_limits
 
 from tilewise import __version__, cli, cli_output
 from tilewise.data import store
 from tilewise.data.records import COLUMN_NAMES
 from tilewise.dispatch.selector import Selector
 from tilewise.kernels.paged_mqa_logits.spec import SHAPE_FIELDS, Shape
+from tilewise.models.bundle import Bundle
 
 DOCS = Path(__file__).parent.parent / "docs"
 ARCH = "h100"  # nothing is shipped for it
@@ -151,6 +153,22 @@ def test_evaluate_prints_the_figures_beside_the_baselines(tilewise: Any, capsys:
     assert lines[0][1:] == [f"{result[key]:.4f}" for key in cli_output.FIGURES]
 
 
+def test_train_prints_the_metrics_of_held_out_shapes(tilewise: Any, home: Path, tmp_path: Path) -> None:
+    with threadpool_limits(1):
+        code, out, err = tilewise("train", "--arch", ARCH, "--folds", "2", "--out", tmp_path / "bundle")
+    assert code == 0
+    bundle = Bundle.load(tmp_path / "bundle")
+    lines = dict(line.split(maxsplit=1) for line in out.splitlines())
+    assert lines["digest"] == bundle.digest
+    assert lines["dropped"] == "none"
+    assert lines["worst_regret"] == f"{bundle.manifest['metrics']['worst_regret']:.4f}"
+    rows = len(store.load_profile(synthetic.OP, ARCH, home=home))
+    assert err.splitlines() == [f"training on {rows} rows of {synthetic.OP} on {ARCH}", "fit ...", "evaluate ..."]
+    with threadpool_limits(1):
+        code, out, _ = tilewise("train", "--arch", ARCH, "--folds", "0", "--out", tmp_path / "bundle")
+    assert "not evaluated" in out
+
+
 def test_models_shows_promotes_and_rolls_back(tilewise: Any, tmp_path: Path) -> None:
     digests = [synthetic.publish_synthetic(tmp_path, shapes=synthetic.SHAPES[:3], seed=s).digest for s in (0, 1)]
     show = ["models", "--arch", "h200", "--home", tmp_path, "--json"]
@@ -224,7 +242,10 @@ def test_a_home_that_cannot_be_written_is_one_plain_line(tilewise: Any, home: Pa
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("words", [[], ["fly"], ["select"], ["select", *FLAGS, "--heads", "x"], ["select", "--nope"]])
+@pytest.mark.parametrize(
+    "words",
+    [[], ["fly"], ["select"], ["select", *FLAGS, "--heads", "x"], ["select", "--nope"], ["train", "--folds", "1"]],
+)
 def test_wrong_usage_is_exit_code_2_without_a_traceback(tilewise: Any, words: list[str]) -> None:
     code, out, err = tilewise(*words)
     assert code == 2

@@ -30,7 +30,7 @@ def test_imported_timings_change_the_pick_of_a_running_service(tmp_path: Path) -
     home.mkdir()
     write_rows(synthetic.synthetic_rows(synthetic.SHAPES[::5], arch=ARCH), tmp_path / "first.parquet")
     assert tilewise("import", tmp_path / "first.parquet", home=home).returncode == 0
-    first = json.loads(tilewise("train", "--arch", ARCH, "--json", home=home).stdout)
+    first = json.loads(tilewise("train", "--arch", ARCH, "--folds", "0", "--json", home=home).stdout)
     question = {"arch": ARCH, **NEW.to_dict()}
 
     with serving(home, "--arch", ARCH) as service:
@@ -54,7 +54,7 @@ def test_imported_timings_change_the_pick_of_a_running_service(tmp_path: Path) -
         assert f"row {len(lines)}: latency_us must be a positive number" in imported.stderr
         assert f"{len(rows)} rows accepted, 0 repeated, 1 rejected" in imported.stdout
 
-        second = json.loads(tilewise("train", "--arch", ARCH, "--json", home=home).stdout)
+        second = json.loads(tilewise("train", "--arch", ARCH, "--folds", "0", "--json", home=home).stdout)
         assert second["rows"] == first["rows"] + len(rows)
         time.sleep(SWITCH_S)
         after = service.get("/v1/select", question)
