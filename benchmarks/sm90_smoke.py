@@ -94,13 +94,16 @@ def cases() -> list[Case]:
         (7, cfg(4, 2)), (7, cfg(7, 2, 2, 2)), (8, cfg(8, 2)), (8, cfg(8, 2, 4, 4)), (8, cfg(8, 2, 2, 2)),
         (8, cfg(3, 2)), (8, cfg(1, 1, 1, num_stages=4, ctas_per_sm=3)),
     ):  # fmt: skip
-        for epilogue in ("add", "mix", "tf32", "bf16"):
+        for epilogue in ("add", "mix", "add-shuffle", "mix-shuffle", "abs", "abs-shuffle", "tf32", "bf16"):
+            if epilogue.endswith("-shuffle") and config.fuse_n < 3:
+                continue  # shuffles differ from three query tokens on
             config = Config.from_dict(config.to_dict() | {"epilogue": epilogue})
             name = f"n{next_n} f{config.fuse_n} g{config.dot_n} c{config.consumers}/{config.token_split} {epilogue}"
             found.append(Case(name, config, next_n))
     found += [Case(f"h32 dot4 n{n}", cfg(n, 4, 2), n, heads=32) for n in (4, 5, 6, 7, 8)]
     found += [Case(f"h16 dot4 n{n}", cfg(n, 4, 3), n, heads=16) for n in (5, 7)]
-    found += [Case(f"d64 n{n}", cfg(n, min(n, 2)), n, head_dim=64) for n in (1, 2, 5)]
+    found += [Case(f"d64 n{n} {e}", cfg(n, min(n, 2), epilogue=e), n, head_dim=64) for n in (1, 2, 4) for e in ("add", "abs")]
+    found += [Case(f"h{h} n{n} abs", cfg(n, 1 if h > 64 else 2, epilogue="abs"), n, heads=h) for h in (16, 32, 128) for n in (2, 3)]
     found += [
         Case(f"page {p} d{d} n{n}", cfg(n, 2), n, (300, p, p + 1, p - 1, 4000), 32, d, p, {"table_tail": 0})
         for p in (32, 64, 128, 256) for d in (64, 128) for n in (2, 3)
@@ -179,37 +182,51 @@ def check(start: int) -> None:
 def timed_shapes() -> list[tuple[str, Shape, tuple[int, ...]]]:
     rng = random.Random(7)
     ragged = tuple(int(math.exp(rng.uniform(math.log(1024), math.log(131072)))) for _ in range(64))
+    mean = sum(ragged) // 64
     found = []
     for heads, next_n, batch, ctx in (
-        (64, 4, 64, 32768), (64, 6, 64, 32768), (64, 2, 64, 32768), (64, 1, 64, 32768), (32, 4, 64, 32768),
-        (32, 6, 64, 32768), (64, 3, 64, 32768), (64, 5, 64, 32768), (64, 7, 64, 32768), (64, 8, 64, 32768),
-        (64, 4, 1, 4096), (64, 1, 1, 4096), (64, 4, 16, 4096), (64, 4, 1, 131072), (32, 5, 64, 32768),
-        (32, 6, 16, 32768), (64, 6, 64, 4096),
+        (64, 4, 64, 32768), (64, 6, 64, 32768), (32, 6, 64, 32768), (64, 2, 64, 32768), (64, 4, 1, 4096),
+        (64, 4, 64, 0), (32, 4, 64, 32768), (64, 1, 64, 32768), (64, 3, 64, 32768), (64, 5, 64, 32768),
+        (64, 8, 64, 32768), (64, 4, 16, 4096), (64, 1, 1, 4096), (64, 4, 1, 131072), (32, 6, 64, 0),
+        (64, 7, 64, 32768), (32, 5, 64, 32768),
     ):  # fmt: skip
-        name = f"h{heads} n{next_n} b{batch} {ctx // 1024}k"
-        found.append((name, Shape(batch, next_n, heads, 128, 64, ctx), (ctx,) * batch))
-    for heads, next_n in ((64, 4), (64, 6), (32, 6)):
-        mean = sum(ragged) // 64
-        found.insert(6, (f"h{heads} n{next_n} b64 ragged", Shape(64, next_n, heads, 128, 64, max(ragged), mean), ragged))
+        if ctx:
+            name = f"h{heads} n{next_n} b{batch} {ctx // 1024}k"
+            found.append((name, Shape(batch, next_n, heads, 128, 64, ctx), (ctx,) * batch))
+        else:
+            shape = Shape(batch, next_n, heads, 128, 64, max(ragged), mean)
+            found.append((f"h{heads} n{next_n} b{batch} ragged", shape, ragged))
     return found
 
 
 def to_time(shape: Shape) -> list[Config]:
+    """Portable configs, and each structure of the Hopper kernel with the epilogues that may suit it."""
     from tilewise.kernels.paged_mqa_logits import portable_space
     from tilewise.kernels.paged_mqa_logits.spec import is_valid
 
     arch = current_arch()
-    own = [space.default_config(shape, arch), *space.candidates(shape, arch)]
-    for epilogue in ("tf32", "bf16"):
-        seconds = [Config.from_dict(c.to_dict() | {"epilogue": epilogue}) for c in own if c.fuse_n == shape.next_n]
-        own += [c for c in dict.fromkeys(seconds) if c.schedule == "balanced"][:8]
-    small = shape.context_tokens <= 65536
+    structures: dict[tuple[int, ...], Config] = {}
+    for c in [space.default_config(shape, arch), *space.candidates(shape, arch)]:
+        even = c.schedule == "even"
+        if even and shape.context_tokens > 65536:
+            continue
+        key = (c.fuse_n, c.dot_n, c.consumers, c.token_split, c.ctas_per_sm, c.split_kv if even else 0)
+        structures.setdefault(key, c)
+    whole = [c for c in structures.values() if c.fuse_n == shape.next_n and c.schedule == "balanced"]
+    others = [c for c in structures.values() if c not in whole]
+    own = []
+    for index, c in enumerate(whole + others[:8]):
+        epilogues = ["add", "abs"]
+        if c in whole:
+            epilogues += ["mix", "abs-shuffle"] if index < 6 else []
+            epilogues += ["add-shuffle", "tf32", "bf16"] if index < 3 else []
+        if c.schedule == "even":
+            epilogues = ["add"]
+        own += [Config.from_dict(c.to_dict() | {"epilogue": e}) for e in epilogues]
     own = [c for c in dict.fromkeys(own) if space.why_invalid(shape, c, arch) is None]
-    own = [c for c in own if c.schedule == "balanced" or small]
     plain = [portable_space.default_config(shape, arch), *portable_space.candidates(shape, arch)]
-    plain = [c for c in dict.fromkeys(plain) if is_valid(shape, c, arch) is None and c.mma_m == "kv" and c.fuse_n > 0]
-    plain = [c for c in plain if c.num_warps == 4 and c.tile_kv == 64 and c.num_stages == 5][:8]
-    return plain + own
+    plain = [c for c in dict.fromkeys(plain) if is_valid(shape, c, arch) is None and c.mma_m == "kv"]
+    return [c for c in plain if c.num_warps == 4 and c.tile_kv == 64 and c.num_stages == 5][:8] + own
 
 
 def timings(start: int, rounds: int = 7) -> None:
@@ -466,7 +483,7 @@ def table(name: str, line: dict[str, Any]) -> None:
     rows = line["rows"]
     plain = [row for row in rows if row[2]["kernel"] == "portable"]
     own = [row for row in rows if row[2]["kernel"] == "sm90"]
-    exact = [row for row in own if row[2]["epilogue"] in ("add", "mix")]
+    exact = [row for row in own if row[2]["epilogue"] not in ("tf32", "bf16")]
     if not plain or not exact:
         print(f"{name}: nothing to compare ({len(plain)} portable, {len(exact)} sm90)")
         return
@@ -474,8 +491,8 @@ def table(name: str, line: dict[str, Any]) -> None:
         f"{name}: floor {line['floor_us']:.1f}, portable {plain[0][0]:.1f}, sm90 {exact[0][0]:.1f} "
         f"({plain[0][0] / exact[0][0]:.3f}x, {100 * line['floor_us'] / exact[0][0]:.0f} % of floor)"
     )
-    for epilogue in ("add", "mix", "tf32", "bf16"):
-        best = [row for row in own if row[2]["epilogue"] == epilogue][: 3 if epilogue in ("add", "mix") else 2]
+    for epilogue in ("add", "mix", "add-shuffle", "abs", "abs-shuffle", "tf32", "bf16"):
+        best = [row for row in own if row[2]["epilogue"] == epilogue][: 3 if epilogue in ("add", "abs") else 1]
         for row in best:
             print(f"    {row[0]:8.2f}  {row[1].removeprefix('sm90 ')}")
 

@@ -26,33 +26,119 @@ def _column_weights(p, buf, token, TOKENS: gl.constexpr):
 @gluon.jit
 def _token_sums(p, acc, w, TOKENS: gl.constexpr):
     # Sums over the heads that a thread holds: a tuple of TOKENS tensors [64, 4], whose columns are the lanes of a quad.
-    LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
-        [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
-    )
     if p.RELU == "mix":
         # Two pipes at once: max for even columns, x + |x| (whose |.| is free) for odd ones.
         x = gl.inline_asm_elementwise(
             "{ .reg .f32 t; max.f32 $0, $2, 0f00000000; abs.f32 t, $3; add.f32 $1, $3, t; }",
             "=r,=r,r,r", [acc], dtype=gl.float32, is_pure=True, pack=2,
         )  # fmt: skip
+    elif p.RELU == "abs":
+        # Free in a multiply-add, if spelled so (gl.abs is a mask); the linear half comes from _linear_sums.
+        x = gl.inline_asm_elementwise("abs.f32 $0, $1;", "=r,r", [acc], dtype=gl.float32, is_pure=True, pack=1)
     else:
         x = acc + gl.abs(acc)  # twice the relu; the scale of K is halved instead
     x = x * gl.expand_dims(w, 0)
     # Four independent chains of multiply-adds: two rows, two columns.
     part = gl.sum(gl.sum(gl.reshape(x, [64, TOKENS, p.HEADS // 8, 4, 2]), 2), 3)
-    if TOKENS == 1:
-        return (gl.convert_layout(gl.reshape(part, [64, 4]), LAYOUT),)
-    elif TOKENS == 2:
-        a, b = gl.split(gl.permute(part, (0, 2, 1)))
+    return _columns(part, TOKENS)
+
+
+@gluon.jit
+def _columns(x, COUNT: gl.constexpr):
+    # [64, COUNT, 4] to COUNT tensors [64, 4]; registers change names, nothing moves.
+    LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
+        [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
+    )
+    if COUNT == 1:
+        return (gl.convert_layout(gl.reshape(x, [64, 4]), LAYOUT),)
+    elif COUNT == 2:
+        a, b = gl.split(gl.permute(x, (0, 2, 1)))
         return (gl.convert_layout(a, LAYOUT), gl.convert_layout(b, LAYOUT))
     else:
-        even, odd = gl.split(gl.reshape(gl.permute(part, (0, 2, 1)), [64, 4, 2, 2]))
+        even, odd = gl.split(gl.reshape(gl.permute(x, (0, 2, 1)), [64, 4, 2, 2]))
         a, c = gl.split(even)
         b, d = gl.split(odd)
         return (
             gl.convert_layout(a, LAYOUT), gl.convert_layout(b, LAYOUT),
             gl.convert_layout(c, LAYOUT), gl.convert_layout(d, LAYOUT),
         )  # fmt: skip
+
+
+@gluon.jit
+def _joined(x, SLOTS: gl.constexpr, LAST: gl.constexpr):
+    # A tuple of tensors [m, n], one per token, to one tensor [m, n, SLOTS]; the last one stands in beyond LAST.
+    if SLOTS == 2:
+        return gl.join(x[0], x[LAST])
+    elif SLOTS == 4:
+        y = gl.join(gl.join(x[0], x[2]), gl.join(x[1], x[LAST]))
+        return gl.reshape(y, [x[0].shape[0], x[0].shape[1], 4])
+    else:
+        even = gl.join(gl.join(x[0], x[4]), gl.join(x[2], x[6 if LAST > 6 else LAST]))
+        odd = gl.join(gl.join(x[1], x[5 if LAST > 5 else LAST]), gl.join(x[3], x[LAST]))
+        return gl.reshape(gl.join(even, odd), [x[0].shape[0], x[0].shape[1], 8])
+
+
+@gluon.jit
+def _linear_columns(p, buf, token, slot, TOKENS: gl.constexpr):
+    # sum w * relu(x) = (sum w * |x| + sum w * x) / 2, and sum_h w_h * (q_h . k) = (sum_h w_h * q_h) . k: a few more
+    # columns of the product, four for each query token. fp8 holds 4 bits, so column i has what columns before it left,
+    # times 16^i: together about 16 bits. Writes the columns [columns, head_dim]; returns their factors [columns].
+    COLUMNS: gl.constexpr = buf.second.shape[1]
+    SLOTS: gl.constexpr = COLUMNS // 4  # tokens, and spare ones up to a power of two
+    Q: gl.constexpr = gl.BlockedLayout([1, 4], [128 // p.HEAD_DIM, p.HEAD_DIM // 4], [4, 1], [1, 0])
+    STEP: gl.constexpr = 4 * 128 // p.HEAD_DIM  # heads that the warpgroup holds side by side
+    Q_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([p.HEADS, p.HEAD_DIM], gl.float8e4nv)
+    parts = ()
+    for t in gl.static_range(TOKENS):
+        q = buf.q.index(token + t)._reinterpret(gl.float8e4nv, [p.HEADS, p.HEAD_DIM], Q_TILE).load(Q).to(gl.float32)
+        w = buf.weights.index(token + t)._reinterpret(gl.float32, [p.HEADS], gl.NVMMASharedLayout(0, 32, 1))
+        q = q * gl.expand_dims(w.load(gl.SliceLayout(1, Q)), 1)
+        # A thread's own heads; the warps are summed for all tokens at once, in one exchange.
+        parts = parts + (gl.sum(gl.reshape(q, [p.HEADS // STEP, STEP, p.HEAD_DIM]), 0),)
+    summed = gl.sum(_joined(parts, SLOTS, TOKENS - 1), 0)
+    # Scaled by a power of two to at most 256; fp8 ends at 448.
+    exponent = gl.max(gl.abs(summed), 0).to(gl.int32, bitcast=True) & 0x7F800000
+    exponent = gl.minimum(gl.maximum(exponent, 40 << 23), 220 << 23)
+    rest = summed * gl.expand_dims(((254 << 23) - exponent).to(gl.float32, bitcast=True), 0) * 128
+    a = rest.to(gl.float8e4nv)
+    rest = (rest - a.to(gl.float32)) * 16
+    b = rest.to(gl.float8e4nv)
+    rest = (rest - b.to(gl.float32)) * 16
+    c = rest.to(gl.float8e4nv)
+    rest = (rest - c.to(gl.float32)) * 16
+    d = rest.to(gl.float8e4nv)
+    columns = gl.reshape(gl.join(gl.join(a, c), gl.join(b, d)), [p.HEAD_DIM, COLUMNS])
+    buf.second.index(slot).store(gl.permute(columns, (1, 0)))
+
+    FACTORS: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
+    ACC: gl.constexpr = gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32]))
+    i = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, FACTORS)), 0)
+    factor = gl.convert_layout(exponent, gl.SliceLayout(1, FACTORS))
+    factor = (gl.expand_dims(factor, 1) - ((i * 4 + 7) << 23)).to(gl.float32, bitcast=True)
+    return gl.convert_layout(gl.reshape(factor, [COLUMNS]), ACC)
+
+
+@gluon.jit
+def _linear_sums(p, acc, factors):
+    # Thread sums of the linear columns: tensor j has token 2 j in lanes 0 and 1 of a quad, token 2 j + 1 in 2 and 3.
+    COLUMNS: gl.constexpr = acc.shape[1]
+    x = gl.sum(gl.reshape(acc * gl.expand_dims(factors, 0), [64, COLUMNS // 8, 4, 2]), 3)
+    return _columns(x, COLUMNS // 8)
+
+
+@gluon.jit
+def _with_linear(sums, linear, FIRST: gl.constexpr, COUNT: gl.constexpr):
+    # Adds the linear halves of tokens FIRST to FIRST + COUNT - 1 to their sums.
+    LAYOUT: gl.constexpr = sums[0].type.layout
+    upper = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, LAYOUT)) >= 2, 0)
+    added = ()
+    for t in gl.static_range(COUNT):
+        x = linear[(FIRST + t) // 2]
+        if (FIRST + t) % 2 == 0:
+            added = added + (sums[t] + gl.where(upper, 0.0, x),)
+        else:
+            added = added + (sums[t] + gl.where(upper, x, 0.0),)
+    return added
 
 
 @gluon.jit
@@ -107,7 +193,7 @@ def _store_tokens(
     SLOTS: gl.constexpr = gl.SliceLayout(0, y.type.layout)
     pos = gl.expand_dims(column + gl.arange(0, 64, layout=ROWS), 1)
     t = FIRST + gl.arange(0, y.shape[1], layout=SLOTS)
-    if p.RELU == "add":
+    if p.RELU == "add" or p.RELU == "abs":
         scale = scale * 0.5
     y = y * gl.expand_dims(gl.convert_layout(scale, ROWS), 1)
     out = p.out + (row + t).to(gl.int64) * p.out_stride

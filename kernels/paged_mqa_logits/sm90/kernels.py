@@ -19,6 +19,8 @@ from tilewise.kernels.paged_mqa_logits.sm90 import pieces
 from tilewise.kernels.paged_mqa_logits.sm90.compat import constexpr_function, tma_load
 from tilewise.kernels.paged_mqa_logits.sm90.epilogue import (
     _column_weights,
+    _linear_columns,
+    _linear_sums,
     _quad_sums,
     _second_operand,
     _second_product,
@@ -26,6 +28,7 @@ from tilewise.kernels.paged_mqa_logits.sm90.epilogue import (
     _second_zero,
     _store_tokens,
     _token_sums,
+    _with_linear,
 )
 from tilewise.kernels.paged_mqa_logits.sm90.state import Buffers, Problem, Share
 
@@ -208,6 +211,14 @@ def _product(p, buf, k, token, TOKENS: gl.constexpr):
 
 
 @gluon.jit
+def _linear_product(p, buf, k, slot):
+    COLUMNS: gl.constexpr = buf.second.shape[1]
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
+    zero = gl.zeros([64, COLUMNS], gl.float32, LAYOUT)
+    return warpgroup_mma(k, buf.second.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
 def _score(
     p, buf, slot, request, group, length, tile, here, done, TOKENS: gl.constexpr, INDEX: gl.constexpr
 ):  # fmt: skip
@@ -219,6 +230,7 @@ def _score(
     OWN: gl.constexpr = _first_token(TOKENS, p.TOKEN_SPLIT, PART + 1) - FIRST
     PIECES: gl.constexpr = _piece_count(OWN, p.DOT_N)
     SECOND: gl.constexpr = p.RELU == "bf16" or p.RELU == "tf32"
+    LINEAR: gl.constexpr = p.RELU == "abs"
     SLOTS: gl.constexpr = buf.second.shape[0] // p.CONSUMERS
     ROW: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.HEADS, 32]))
     K_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, p.HEAD_DIM], gl.float8e4nv)
@@ -235,7 +247,11 @@ def _score(
             )  # fmt: skip
         fence_async_shared()
         gl.thread_barrier()  # here rather than in the loop, where the compiler would put one before each product
-    elif p.KEEP_WEIGHTS:
+    if LINEAR:
+        factors = _linear_columns(p, buf, base, INDEX, OWN)
+        fence_async_shared()
+        gl.thread_barrier()
+    if p.KEEP_WEIGHTS:
         for j in gl.static_range(PIECES):
             at = base + _piece_start(OWN, p.DOT_N, j)
             weights = weights + (_column_weights(p, buf, at, _piece_tokens(OWN, p.DOT_N, j)),)
@@ -257,6 +273,8 @@ def _score(
         stage = (done + i) % p.STAGES
         mbarrier.wait(buf.k_full.index(stage), ((done + i) // p.STAGES) & 1)
         k = k_tiles.index(stage)
+        if LINEAR:
+            line = _linear_product(p, buf, k, INDEX)
         accs = ()
         for j in gl.static_range(PIECES if PIECES < p.IN_FLIGHT else p.IN_FLIGHT):
             accs = accs + (
@@ -269,6 +287,8 @@ def _score(
         second = _second_zero(p)
         for j in gl.static_range(PIECES):
             acc = warpgroup_mma_wait((p.IN_FLIGHT if PIECES - j > p.IN_FLIGHT else PIECES - j) - 1, deps=(accs[j],))
+            if LINEAR and j == 0:
+                linear = _linear_sums(p, warpgroup_mma_wait((PIECES if PIECES < p.IN_FLIGHT else p.IN_FLIGHT) - 1, deps=(line,)), factors)
             if j == PIECES - 1:
                 mbarrier.arrive(buf.k_empty.index(stage), count=1)
             if SECOND:
@@ -289,6 +309,11 @@ def _score(
                     y = gl.sum(gl.reshape(y8, [64, 4, 2]), 2)
                     second = _second_zero(p)
                 else:
+                    if LINEAR:
+                        sums = _with_linear(
+                            sums, linear, (_piece_start(OWN, p.DOT_N, j + 1) - 1) // 4 * 4,
+                            (_piece_start(OWN, p.DOT_N, j + 1) - 1) % 4 + 1,
+                        )  # fmt: skip
                     y = _quad_sums(p, sums, (_piece_start(OWN, p.DOT_N, j + 1) - 1) % 4 + 1)
                     sums = ()
                 _store_tokens(
@@ -374,16 +399,17 @@ def _paged_mqa_logits_kernel(
     COPIES: gl.constexpr = 1 if BLOCK_KV >= 64 else 64 // BLOCK_KV
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     F8: gl.constexpr = gl.float8e4nv
+    SECOND: gl.constexpr = gl.float32 if p.RELU == "tf32" else (F8 if p.RELU == "abs" else gl.bfloat16)
+    SECOND_SHAPE: gl.constexpr = (
+        [CONSUMERS, SECOND_SLOTS, HEAD_DIM] if p.RELU == "abs" else [CONSUMERS * SECOND_SLOTS, 8, DOT_N * HEADS]
+    )
     buf = Buffers(
         gl.allocate_shared_memory(F8, [STAGES * COPIES, 1, 64 // COPIES, HEAD_DIM], k_desc.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES * COPIES, 1, 64 // COPIES], scale_desc.layout),
         gl.allocate_shared_memory(F8, [2 * FUSE_N, 1, 1, HEADS, HEAD_DIM], q_desc.layout),
         gl.allocate_shared_memory(gl.float32, [2 * FUSE_N, HEADS], weights_desc.layout),
         gl.allocate_shared_memory(
-            gl.float32 if EPILOGUE == "tf32" else gl.bfloat16, [CONSUMERS * SECOND_SLOTS, 8, DOT_N * HEADS],
-            gl.NVMMASharedLayout.get_default_for(
-                [8, DOT_N * HEADS], gl.float32 if EPILOGUE == "tf32" else gl.bfloat16
-            ),
+            SECOND, SECOND_SHAPE, gl.NVMMASharedLayout.get_default_for([SECOND_SHAPE[1], SECOND_SHAPE[2]], SECOND)
         ),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),

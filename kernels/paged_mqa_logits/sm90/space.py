@@ -11,7 +11,7 @@ READS = frozenset(
      "ctas_per_sm")
 )  # fmt: skip
 
-EPILOGUES = ("add", "mix", "add-shuffle", "mix-shuffle", "bf16", "tf32")
+EPILOGUES = ("add", "mix", "add-shuffle", "mix-shuffle", "abs", "abs-shuffle", "bf16", "tf32")
 SECOND_PRODUCTS = ("bf16", "tf32")  # sum over heads as another matrix product, at less than fp32 precision
 # A consumer's registers by their number; the compiler gives the producer 24 and counts it as four warps.
 CONSUMER_REGISTERS = {1: 240, 2: 240, 3: 160, 4: 112}
@@ -54,6 +54,8 @@ def why_invalid(shape: Shape, config: Config, arch: Arch) -> str | None:
         return f"dot_n must be at most {STORE_N}, got {config.dot_n}"
     if config.dot_n * shape.heads > MAX_COLUMNS:
         return f"dot_n x heads must be at most {MAX_COLUMNS}, got {config.dot_n * shape.heads}"
+    if config.epilogue.startswith("abs") and own_tokens(config) > STORE_N:
+        return f"epilogue {config.epilogue} takes at most {STORE_N} query tokens a consumer, got {own_tokens(config)}"
     if config.schedule == "balanced" and config.split_kv != 1:
         return f"split_kv must be 1 where the schedule is balanced, got {config.split_kv}"
     if not 1 <= config.ctas_per_sm <= 4:
@@ -135,11 +137,14 @@ def _operand_registers(shape: Shape, config: Config) -> int:
         return config.dot_n * shape.heads // 4
     if config.epilogue == "tf32":
         return config.dot_n * shape.heads // 2
-    return own_tokens(config) * shape.heads // 4
+    linear = second_slots(config) if config.epilogue.startswith("abs") else 0
+    return own_tokens(config) * shape.heads // 4 + linear
 
 
 def second_slots(config: Config) -> int:
-    """Weight tiles of the second product that a consumer keeps; one idle one for the other epilogues."""
+    """Weight tiles of the second product, or columns of the linear half, that a consumer keeps; 1 idle one otherwise."""
+    if config.epilogue.startswith("abs"):
+        return max(8, 1 << (4 * own_tokens(config) - 1).bit_length())
     return most_pieces(config) if config.epilogue in SECOND_PRODUCTS else 1
 
 
@@ -147,9 +152,14 @@ def shared_memory_bytes(shape: Shape, config: Config) -> int:
     """Shared memory of a workgroup: two sets of query tokens, the ring of K tiles, weight tiles, barriers."""
     tokens = 2 * config.fuse_n * shape.heads * (shape.head_dim + SCALE_BYTES)
     ring = config.num_stages * TILE_KV * (shape.head_dim + SCALE_BYTES)
-    element = 4 if config.epilogue == "tf32" else 2
-    second = config.consumers * second_slots(config) * 8 * config.dot_n * shape.heads * element
+    if config.epilogue.startswith("abs"):
+        second = config.consumers * second_slots(config) * shape.head_dim
+    else:
+        element = 4 if config.epilogue == "tf32" else 2
+        second = config.consumers * second_slots(config) * 8 * config.dot_n * shape.heads * element
     scratch = 1152 * config.consumers  # the quads' transposes
+    if config.epilogue.startswith("abs"):
+        scratch += config.consumers * second_slots(config) * shape.head_dim * 4  # sums over warps
     return tokens + ring + second + scratch + 16 * config.num_stages
 
 
