@@ -19,6 +19,10 @@ else:
     from triton.language.core import _aggregate as aggregate
 
 constexpr_function: Any = gluon.constexpr_function
+# A shared memory descriptor seen with another type, shape and layout; public from 3.9 on.
+reinterpret: Any = getattr(gl.shared_memory_descriptor, "_reinterpret", None) or gl.shared_memory_descriptor.reinterpret
+# Renamed in 3.7.
+workgroup_barrier: Any = getattr(gl, "thread_barrier", None) or gl.barrier
 
 _DTYPES = {"fp8e4nv": gl.float8e4nv, "fp32": gl.float32}
 

@@ -8,8 +8,34 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
+from tilewise.kernels.paged_mqa_logits.sm90.compat import reinterpret
+
 # Truncation to tf32 loses 2^-11 / 1.44 of a positive number on average (mantissas are log-uniform); see _second_weights.
 _TF32_BIAS = gl.constexpr(1.0 + 0.69 * 2.0**-11)
+
+
+@gluon.jit
+def _q_tile(p, buf, token, TOKENS: gl.constexpr):
+    # TOKENS query tokens as [tokens x heads, head_dim]. `token` is a multiple of TOKENS.
+    SHAPE: gl.constexpr = [2 * p.Q_TOKENS // TOKENS, TOKENS * p.HEADS, p.HEAD_DIM]
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TOKENS * p.HEADS, p.HEAD_DIM], gl.float8e4nv)
+    return reinterpret(buf.q, gl.float8e4nv, SHAPE, LAYOUT).index(token // TOKENS)
+
+
+@gluon.jit
+def _weights_tile(p, buf, token, TOKENS: gl.constexpr):
+    # Their weights, [tokens x heads].
+    SHAPE: gl.constexpr = [2 * p.Q_TOKENS // TOKENS, TOKENS * p.HEADS]
+    return reinterpret(buf.weights, gl.float32, SHAPE, gl.NVMMASharedLayout(0, 32, 1)).index(token // TOKENS)
+
+
+@gluon.jit
+def _second_tile(p, buf, slot, TOKENS: gl.constexpr):
+    # A slot of the second product's operand as [8, tokens x heads]; fewer tokens than dot_n use its beginning.
+    DTYPE: gl.constexpr = gl.float32 if p.RELU == "tf32" else gl.bfloat16
+    SHAPE: gl.constexpr = [buf.second.shape[0] * (p.DOT_N // TOKENS), 8, TOKENS * p.HEADS]
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, TOKENS * p.HEADS], DTYPE)
+    return reinterpret(buf.second, DTYPE, SHAPE, LAYOUT).index(slot * (p.DOT_N // TOKENS))
 
 
 @gluon.jit
@@ -17,7 +43,7 @@ def _column_weights(p, buf, token, TOKENS: gl.constexpr):
     # Weights of the columns of a product, halved where relu(x) is taken as x + |x|.
     COLUMNS: gl.constexpr = TOKENS * p.HEADS
     LAYOUT: gl.constexpr = gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32]))
-    w = buf.weights.index(token)._reinterpret(gl.float32, [COLUMNS], gl.NVMMASharedLayout(0, 32, 1)).load(LAYOUT)
+    w = _weights_tile(p, buf, token, TOKENS).load(LAYOUT)
     if p.RELU == "mix":
         w = w * gl.where(gl.arange(0, COLUMNS, layout=LAYOUT) % 2 == 0, 1.0, 0.5)
     return w
@@ -87,12 +113,10 @@ def _linear_columns(p, buf, token, slot, TOKENS: gl.constexpr):
     SLOTS: gl.constexpr = COLUMNS // 4  # tokens, and spare ones up to a power of two
     Q: gl.constexpr = gl.BlockedLayout([1, 4], [128 // p.HEAD_DIM, p.HEAD_DIM // 4], [4, 1], [1, 0])
     STEP: gl.constexpr = 4 * 128 // p.HEAD_DIM  # heads that the warpgroup holds side by side
-    Q_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([p.HEADS, p.HEAD_DIM], gl.float8e4nv)
     parts = ()
     for t in gl.static_range(TOKENS):
-        q = buf.q.index(token + t)._reinterpret(gl.float8e4nv, [p.HEADS, p.HEAD_DIM], Q_TILE).load(Q).to(gl.float32)
-        w = buf.weights.index(token + t)._reinterpret(gl.float32, [p.HEADS], gl.NVMMASharedLayout(0, 32, 1))
-        q = q * gl.expand_dims(w.load(gl.SliceLayout(1, Q)), 1)
+        q = _q_tile(p, buf, token + t, 1).load(Q).to(gl.float32)
+        q = q * gl.expand_dims(_weights_tile(p, buf, token + t, 1).load(gl.SliceLayout(1, Q)), 1)
         # A thread's own heads; the warps are summed for all tokens at once, in one exchange.
         parts = parts + (gl.sum(gl.reshape(q, [p.HEADS // STEP, STEP, p.HEAD_DIM]), 0),)
     summed = gl.sum(_joined(parts, SLOTS, TOKENS - 1), 0)
@@ -222,10 +246,9 @@ def _second_weights(p, buf, token, slot, LANE: gl.constexpr, TOKENS: gl.constexp
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
     COLUMN: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     DTYPE: gl.constexpr = gl.float32 if p.RELU == "tf32" else gl.bfloat16
-    TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, COLUMNS], DTYPE)
     r = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(1, LAYOUT)), 1)
     column = gl.arange(0, COLUMNS, layout=COLUMN)
-    w = buf.weights.index(token)._reinterpret(gl.float32, [COLUMNS], gl.NVMMASharedLayout(0, 32, 1)).load(COLUMN)
+    w = _weights_tile(p, buf, token, TOKENS).load(COLUMN)
     if p.RELU == "tf32":
         # Odd columns come as x + |x|, truncated; even ones as relu(x), rounded. See _second_operand.
         w = w * gl.where(column % 2 == 0, 1.0, 0.5 * _TF32_BIAS)
@@ -238,7 +261,7 @@ def _second_weights(p, buf, token, slot, LANE: gl.constexpr, TOKENS: gl.constexp
         low = w - high
     value = gl.where(r % 2 == 0, gl.expand_dims(high, 0), gl.expand_dims(low, 0))
     value = gl.where(r // 2 == gl.expand_dims(LANE + column // p.HEADS, 0), value, 0.0)
-    buf.second.index(slot)._reinterpret(DTYPE, [8, COLUMNS], TILE).store(value.to(DTYPE))
+    _second_tile(p, buf, slot, TOKENS).store(value.to(DTYPE))
 
 
 @gluon.jit
@@ -273,8 +296,5 @@ def _second_zero(p):
 
 @gluon.jit
 def _second_product(p, buf, x, sums, slot, ADD: gl.constexpr, TOKENS: gl.constexpr):
-    COLUMNS: gl.constexpr = TOKENS * p.HEADS
-    DTYPE: gl.constexpr = gl.float32 if p.RELU == "tf32" else gl.bfloat16
-    TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, COLUMNS], DTYPE)
-    w = buf.second.index(slot)._reinterpret(DTYPE, [8, COLUMNS], TILE).permute((1, 0))
+    w = _second_tile(p, buf, slot, TOKENS).permute((1, 0))
     return warpgroup_mma(x, w, sums, use_acc=ADD, is_async=True)

@@ -16,11 +16,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewise.kernels.paged_mqa_logits.sm90 import pieces
-from tilewise.kernels.paged_mqa_logits.sm90.compat import constexpr_function, tma_load
+from tilewise.kernels.paged_mqa_logits.sm90.compat import (
+    constexpr_function,
+    reinterpret,
+    tma_load,
+    workgroup_barrier,
+)
 from tilewise.kernels.paged_mqa_logits.sm90.epilogue import (
     _column_weights,
     _linear_columns,
     _linear_sums,
+    _q_tile,
     _quad_sums,
     _second_operand,
     _second_product,
@@ -161,9 +167,9 @@ def _producer(p, buf, share, k_desc, scale_desc, q_desc, weights_desc):
             for t in gl.static_range(p.FUSE_N):
                 token = group * p.FUSE_N + t
                 live = True if REST == 0 else token < p.NEXT_N
-                tma_load(q_desc, [request, token, 0, 0], full, buf.q.index(slot * p.FUSE_N + t), pred=live)
+                tma_load(q_desc, [request, token, 0, 0], full, buf.q.index(slot * p.Q_TOKENS + t), pred=live)
                 at = (request * p.NEXT_N + token) * p.weights_stride
-                tma_load(weights_desc, [at], full, buf.weights.index(slot * p.FUSE_N + t), pred=live)
+                tma_load(weights_desc, [at], full, buf.weights.index(slot * p.Q_TOKENS + t), pred=live)
             for i in range(0, here, 4):
                 now = ids
                 ids = _page_ids(p, row, tile + i + 4, last_page)
@@ -196,18 +202,11 @@ def _producer(p, buf, share, k_desc, scale_desc, q_desc, weights_desc):
 
 
 @gluon.jit
-def _q_piece(p, buf, token, TOKENS: gl.constexpr):
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TOKENS * p.HEADS, p.HEAD_DIM], gl.float8e4nv)
-    return buf.q.index(token)._reinterpret(gl.float8e4nv, [TOKENS * p.HEADS, p.HEAD_DIM], LAYOUT)
-
-
-@gluon.jit
 def _product(p, buf, k, token, TOKENS: gl.constexpr):
     COLUMNS: gl.constexpr = TOKENS * p.HEADS
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
     zero = gl.zeros([64, COLUMNS], gl.float32, LAYOUT)
-    q = _q_piece(p, buf, token, TOKENS).permute((1, 0))
-    return warpgroup_mma(k, q, zero, use_acc=False, is_async=True)
+    return warpgroup_mma(k, _q_tile(p, buf, token, TOKENS).permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -226,18 +225,18 @@ def _score(
     PART: gl.constexpr = INDEX % p.TOKEN_SPLIT
     SETS: gl.constexpr = p.CONSUMERS // p.TOKEN_SPLIT  # of consumers that work on different tiles
     SET: gl.constexpr = INDEX // p.TOKEN_SPLIT
-    FIRST: gl.constexpr = _first_token(TOKENS, p.TOKEN_SPLIT, PART)
-    OWN: gl.constexpr = _first_token(TOKENS, p.TOKEN_SPLIT, PART + 1) - FIRST
+    FIRST: gl.constexpr = _first_token(TOKENS, p.DOT_N, p.TOKEN_SPLIT, PART)
+    OWN: gl.constexpr = _first_token(TOKENS, p.DOT_N, p.TOKEN_SPLIT, PART + 1) - FIRST
     PIECES: gl.constexpr = _piece_count(OWN, p.DOT_N)
     SECOND: gl.constexpr = p.RELU == "bf16" or p.RELU == "tf32"
     LINEAR: gl.constexpr = p.RELU == "abs"
     SLOTS: gl.constexpr = buf.second.shape[0] // p.CONSUMERS
     ROW: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.HEADS, 32]))
     K_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, p.HEAD_DIM], gl.float8e4nv)
-    k_tiles = buf.k._reinterpret(gl.float8e4nv, [p.STAGES, 64, p.HEAD_DIM], K_LAYOUT)
-    k_scales = buf.k_scale._reinterpret(gl.float32, [p.STAGES, 64], gl.NVMMASharedLayout(0, 32, 1))
+    k_tiles = reinterpret(buf.k, gl.float8e4nv, [p.STAGES, 64, p.HEAD_DIM], K_LAYOUT)
+    k_scales = reinterpret(buf.k_scale, gl.float32, [p.STAGES, 64], gl.NVMMASharedLayout(0, 32, 1))
 
-    base = slot * p.FUSE_N + FIRST
+    base = slot * p.Q_TOKENS + FIRST
     weights = ()
     if SECOND:
         for j in gl.static_range(PIECES):
@@ -246,11 +245,11 @@ def _score(
                 _piece_start(OWN, p.DOT_N, j) % 4, _piece_tokens(OWN, p.DOT_N, j),
             )  # fmt: skip
         fence_async_shared()
-        gl.thread_barrier()  # here rather than in the loop, where the compiler would put one before each product
+        workgroup_barrier()  # here rather than in the loop, where the compiler would put one before each product
     if LINEAR:
         factors = _linear_columns(p, buf, base, INDEX, OWN)
         fence_async_shared()
-        gl.thread_barrier()
+        workgroup_barrier()
     if p.KEEP_WEIGHTS:
         for j in gl.static_range(PIECES):
             at = base + _piece_start(OWN, p.DOT_N, j)
@@ -406,8 +405,8 @@ def _paged_mqa_logits_kernel(
     buf = Buffers(
         gl.allocate_shared_memory(F8, [STAGES * COPIES, 1, 64 // COPIES, HEAD_DIM], k_desc.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES * COPIES, 1, 64 // COPIES], scale_desc.layout),
-        gl.allocate_shared_memory(F8, [2 * FUSE_N, 1, 1, HEADS, HEAD_DIM], q_desc.layout),
-        gl.allocate_shared_memory(gl.float32, [2 * FUSE_N, HEADS], weights_desc.layout),
+        gl.allocate_shared_memory(F8, [2 * p.Q_TOKENS, 1, 1, HEADS, HEAD_DIM], q_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [2 * p.Q_TOKENS, HEADS], weights_desc.layout),
         gl.allocate_shared_memory(
             SECOND, SECOND_SHAPE, gl.NVMMASharedLayout.get_default_for([SECOND_SHAPE[1], SECOND_SHAPE[2]], SECOND)
         ),

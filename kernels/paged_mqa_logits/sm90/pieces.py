@@ -11,9 +11,9 @@ TILE_KV = 64
 STORE_N = 4
 
 
-def first_token(tokens: int, token_split: int, part: int) -> int:
-    """First query token of one of `token_split` nearly equal parts of `tokens`."""
-    return part * tokens // token_split
+def first_token(tokens: int, dot_n: int, token_split: int, part: int) -> int:
+    """First query token of one of `token_split` nearly equal parts of `tokens`, at a multiple of dot_n."""
+    return min(tokens, part * -(-tokens // dot_n) // token_split * dot_n)
 
 
 def piece_count(tokens: int, dot_n: int) -> int:

@@ -45,8 +45,9 @@ def why_invalid(shape: Shape, config: Config, arch: Arch) -> str | None:
         return f"consumers must be 1 to 4, got {config.consumers}"
     if config.token_split < 1 or config.consumers % config.token_split:
         return f"token_split must divide consumers ({config.consumers}), got {config.token_split}"
-    if config.token_split > smallest_group(shape, config):
-        return f"token_split must be at most {smallest_group(shape, config)}, the smallest group, got {config.token_split}"
+    products = cdiv(shape.next_n % config.fuse_n or config.fuse_n, config.dot_n)
+    if config.token_split > products:
+        return f"token_split must be at most {products}, the products of the smallest group, got {config.token_split}"
     sets = config.consumers // config.token_split
     if config.num_stages < 2 or config.num_stages % sets:
         return f"num_stages must be a multiple of consumers / token_split ({sets}) from 2, got {config.num_stages}"
@@ -70,21 +71,20 @@ def why_invalid(shape: Shape, config: Config, arch: Arch) -> str | None:
     return None
 
 
-def smallest_group(shape: Shape, config: Config) -> int:
-    """Query tokens of the last group of a request."""
-    return shape.next_n % config.fuse_n or config.fuse_n
-
-
 def own_tokens(config: Config) -> int:
     """Query tokens of the consumer that has most."""
-    split = config.token_split
-    return max(first_token(config.fuse_n, split, i + 1) - first_token(config.fuse_n, split, i) for i in range(split))
+    return max(_parts(config))
 
 
 def most_pieces(config: Config) -> int:
     """Products a tile takes in the consumer that needs most."""
-    starts = [first_token(config.fuse_n, config.token_split, i) for i in range(config.token_split + 1)]
-    return max(piece_count(b - a, config.dot_n) for a, b in zip(starts, starts[1:], strict=False))
+    return max(piece_count(tokens, config.dot_n) for tokens in _parts(config))
+
+
+def _parts(config: Config) -> list[int]:
+    split = config.token_split
+    starts = [first_token(config.fuse_n, config.dot_n, split, part) for part in range(split + 1)]
+    return [end - start for start, end in zip(starts, starts[1:], strict=False)]
 
 
 def in_flight(shape: Shape, config: Config) -> int:
@@ -137,7 +137,7 @@ def _operand_registers(shape: Shape, config: Config) -> int:
         return config.dot_n * shape.heads // 4
     if config.epilogue == "tf32":
         return config.dot_n * shape.heads // 2
-    linear = second_slots(config) if config.epilogue.startswith("abs") else 0
+    linear = second_slots(config) // 2 if config.epilogue.startswith("abs") else 0
     return own_tokens(config) * shape.heads // 4 + linear
 
 
@@ -150,7 +150,7 @@ def second_slots(config: Config) -> int:
 
 def shared_memory_bytes(shape: Shape, config: Config) -> int:
     """Shared memory of a workgroup: two sets of query tokens, the ring of K tiles, weight tiles, barriers."""
-    tokens = 2 * config.fuse_n * shape.heads * (shape.head_dim + SCALE_BYTES)
+    tokens = 2 * cdiv(config.fuse_n, config.dot_n) * config.dot_n * shape.heads * (shape.head_dim + SCALE_BYTES)
     ring = config.num_stages * TILE_KV * (shape.head_dim + SCALE_BYTES)
     if config.epilogue.startswith("abs"):
         second = config.consumers * second_slots(config) * shape.head_dim
@@ -159,7 +159,7 @@ def shared_memory_bytes(shape: Shape, config: Config) -> int:
         second = config.consumers * second_slots(config) * 8 * config.dot_n * shape.heads * element
     scratch = 1152 * config.consumers  # the quads' transposes
     if config.epilogue.startswith("abs"):
-        scratch += config.consumers * second_slots(config) * shape.head_dim * 4  # sums over warps
+        scratch += config.consumers * (second_slots(config) * shape.head_dim * 4 + 512)  # sums over warps
     return tokens + ring + second + scratch + 16 * config.num_stages
 
 

@@ -37,7 +37,8 @@ class Problem:
     KEEP_WEIGHTS: gl.constexpr  # weights stay in registers from tile to tile
     BALANCED: gl.constexpr
     LENS_2D: gl.constexpr
-    GROUPS: gl.constexpr
+    GROUPS: gl.constexpr  # of query tokens of a request
+    Q_TOKENS: gl.constexpr  # that a q buffer has room for: whole products
 
     @constexpr_function
     def __init__(
@@ -70,6 +71,7 @@ class Problem:
         self.BALANCED = gl.constexpr(BALANCED)
         self.LENS_2D = gl.constexpr(LENS_2D)
         self.GROUPS = gl.constexpr(-(-NEXT_N // FUSE_N))
+        self.Q_TOKENS = gl.constexpr(-(-FUSE_N // DOT_N) * DOT_N)
 
 
 @aggregate
@@ -78,8 +80,8 @@ class Buffers:
 
     k: gl.shared_memory_descriptor  # [stages x pages per tile, 1, rows, head_dim], as the copies write it
     k_scale: gl.shared_memory_descriptor  # [stages x pages per tile, 1, rows]
-    q: gl.shared_memory_descriptor  # [2 x fuse_n, 1, 1, heads, head_dim]
-    weights: gl.shared_memory_descriptor  # [2 x fuse_n, heads]
+    q: gl.shared_memory_descriptor  # [2 x q_tokens, 1, 1, heads, head_dim]
+    weights: gl.shared_memory_descriptor  # [2 x q_tokens, heads]
     second: gl.shared_memory_descriptor  # weights as the second product wants them, a slot per consumer and piece
     k_full: gl.shared_memory_descriptor
     k_empty: gl.shared_memory_descriptor
