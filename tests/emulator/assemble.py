@@ -24,7 +24,9 @@ def assemble(text: str) -> bytes:
     return text_section(bytes(blob))
 
 
-def execute(text, v=None, s=None, *, a=None, exec_mask=(1 << 64) - 1, scc=0, memory=None, lds_bytes=256, **state) -> Wave:
+def execute(
+    text, v=None, s=None, *, a=None, exec_mask=(1 << 64) - 1, scc=0, memory=None, lds_bytes=256, **state
+) -> Wave:
     """Run instructions from given registers: numbers (a lane's value in all lanes) or 64 of them."""
     wave = Wave(decode(assemble(text)), memory or Memory(), np.zeros(lds_bytes, np.uint8), scratch_bytes=64)
     for registers, file in ((v or {}, wave.vgprs), (a or {}, wave.agprs)):

@@ -8,6 +8,7 @@ from paged_cache import Problem
 from torch import Tensor
 
 from tilewise.kernels.paged_mqa_logits.gfx950 import build
+from tilewise.kernels.paged_mqa_logits.gfx950 import launch as launcher
 from tilewise.kernels.paged_mqa_logits.spec import Config, Shape
 
 from .code_object import CodeObject
@@ -64,23 +65,13 @@ def emulate(problem: Problem, config: Config, out: Tensor, cache_layout: str = "
         "out_ptr": map_tensor(memory, out),
     }
     columns = min(out.shape[1], problem.block_tables.shape[1] * shape.block_kv)
-    numbers = {
-        "programs": shape.batch_size * config.groups(shape.next_n) * config.split_kv,
-        "next_n": shape.next_n,
-        "split_kv": config.split_kv,
-        "columns": columns,
-        "q_batch_units": problem.q.stride(0) // 16,
-        "q_token_units": problem.q.stride(1) // 16,
-        "page_units": kv_cache.stride(0) // build.page_unit_bytes(shape.block_kv),
-        "table_stride": problem.block_tables.stride(0),
-        "lens_stride": problem.context_lens.stride(0),
-        "weights_stride": problem.weights.stride(0),
-        "out_stride": out.stride(0),
-    }
-    return launch_numbers(shape, config, problem.context_lens.dim() == 2, memory, addresses, numbers, programs)
+    numbers = launcher.launch_numbers(
+        problem.q, kv_cache, problem.weights, problem.context_lens, problem.block_tables, out, columns, shape, config
+    )
+    return run(shape, config, problem.context_lens.dim() == 2, memory, addresses, numbers, programs)
 
 
-def launch_numbers(shape, config, lens_2d, memory, addresses, numbers, programs=None) -> int:
+def run(shape, config, lens_2d, memory, addresses, numbers, programs=None) -> int:
     """Launch with every argument given by name; `programs` are those to run, all by default."""
     kernel = CodeObject(build.compile_for(shape, config, lens_2d).asm["hsaco"])
     values = {**addresses, **numbers}

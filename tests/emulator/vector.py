@@ -26,8 +26,6 @@ def _fma(a, b, c):
     return as_bits(odd.view(np.float64).astype(np.float32))
 
 
-
-
 def _max_f32(a, b):
     # IEEE mode off or on, a NaN loses to a number; of two zeros +0 is the larger.
     a, b = as_float(a), as_float(b)

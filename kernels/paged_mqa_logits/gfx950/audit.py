@@ -13,7 +13,7 @@ from typing import Any
 from tilewise.errors import UnsupportedError
 from tilewise.kernels.arch import get_arch
 from tilewise.kernels.paged_mqa_logits.gfx950 import assembly, build, space
-from tilewise.kernels.paged_mqa_logits.gfx950.forms import MAX_QUERY_BYTES, Form, Paging, forms
+from tilewise.kernels.paged_mqa_logits.gfx950.forms import MAX_QUERY_BYTES, PAGINGS, forms
 from tilewise.kernels.paged_mqa_logits.gfx950.resources import (
     ROW_FIELDS,
     Key,
@@ -68,14 +68,13 @@ def inspect(shape: Shape, config: Config, lens_2d: bool = True) -> Row:
 
 def keys(heads: Iterable[int] = (16, 32, 64, 128), head_dims: Iterable[int] = (128, 64)) -> Iterator[Key]:
     """Every binary that the space offers."""
-    kinds: tuple[Paging, ...] = ("whole", "gather", "single")
     for head_dim in head_dims:
         for number in heads:
             for fuse_n in range(1, MAX_NEXT_N + 1):
                 if fuse_n * number * head_dim > MAX_QUERY_BYTES:
                     break
-                for kind in kinds:
-                    for form in forms(head_dim, kind):
+                for kind in PAGINGS:
+                    for form in forms(number, head_dim, kind):
                         if space.holds_whole_tiles(number, fuse_n, form.mfma):
                             yield Key(number, head_dim, kind, fuse_n, form)
 
@@ -141,7 +140,9 @@ def _audit_one(args: argparse.Namespace) -> int:
 
 
 def _audit_space(args: argparse.Namespace) -> int:
-    wanted = list(keys((args.heads,) if args.heads else (16, 32, 64, 128), (args.head_dim,) if args.head_dim else (128, 64)))
+    wanted = list(
+        keys((args.heads,) if args.heads else (16, 32, 64, 128), (args.head_dim,) if args.head_dim else (128, 64))
+    )
     rows = []
     for i, key in enumerate(wanted):
         row = inspect(*launch_of(key))
@@ -156,7 +157,7 @@ def _audit_space(args: argparse.Namespace) -> int:
         path = args.out / f"gfx950_triton-{build.triton_version()}.json"
         head = {"triton": build.triton_version(), "kernel_hash": kernel_source_hash("gfx950"), "columns": COLUMNS}
         lines = ",\n  ".join(json.dumps(line) for line in encoded)
-        path.write_text(f"{json.dumps(head)[:-1]}, \"rows\": [\n  {lines}\n]}}\n", encoding="utf-8")
+        path.write_text(f'{json.dumps(head)[:-1]}, "rows": [\n  {lines}\n]}}\n', encoding="utf-8")
     if args.json:
         print(json.dumps({"triton": build.triton_version(), "columns": COLUMNS, "rows": encoded}))
     return 0

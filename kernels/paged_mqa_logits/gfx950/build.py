@@ -8,7 +8,8 @@ from typing import Any
 
 from tilewise.kernels.paged_mqa_logits.spec import Config, Shape
 
-# Kernel arguments and their types, in order; then its constexprs.
+# Kernel arguments and their types, in order: the types that Triton's launcher gives to the launcher's numbers, which all
+# stay under 2**31. The kernel widens them before it multiplies.
 SIGNATURE = {
     "q_ptr": "*fp8e4nv",
     "kv_ptr": "*fp8e4nv",
@@ -21,13 +22,13 @@ SIGNATURE = {
     "next_n": "i32",
     "split_kv": "i32",
     "columns": "i32",
-    "q_batch_units": "i64",
+    "q_batch_units": "i32",
     "q_token_units": "i32",
-    "page_units": "i64",
-    "table_stride": "i64",
+    "page_units": "i32",
+    "table_stride": "i32",
     "lens_stride": "i32",
     "weights_stride": "i32",
-    "out_stride": "i64",
+    "out_stride": "i32",
 }
 # The launcher refuses queries and pages that do not start at a multiple of 16 bytes; the compiler counts on it.
 _ALIGNED = ("q_ptr", "kv_ptr")

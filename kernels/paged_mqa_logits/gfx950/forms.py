@@ -7,6 +7,7 @@ from typing import Literal
 
 # How a tile lies in cache pages: within one ("whole"), across several ("gather"), or a page a token ("single").
 Paging = Literal["whole", "gather", "single"]
+PAGINGS: tuple[Paging, ...] = ("whole", "gather", "single")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -34,43 +35,30 @@ _WIDE = "16x16x128"
 _TALL = "32x32x64"
 _NARROW = "16x16x32"
 
-# Keys per wave are tile_kv / num_warps: 32 or 64.
-_FORMS_128 = (
+# Keys per wave are tile_kv / num_warps: 32 or 64. The first of each is the default where its tile lies within a page.
+_COMMON_128 = (
     Form(128, 4, 2, _WIDE, "packed"),
     Form(64, 2, 2, _WIDE, "packed"),
     Form(32, 1, 2, _WIDE, "packed"),
-    Form(64, 1, 2, _WIDE, "packed"),
     Form(256, 4, 2, _WIDE, "packed"),
+    Form(128, 4, 2, _TALL, "packed"),
+)
+# Tried at the head counts that are served: workgroups of eight waves, more waves a SIMD, and the simpler variants.
+_MORE_128 = (
     Form(256, 8, 2, _WIDE, "packed"),
-    Form(128, 4, 2, _WIDE, "max"),
     Form(128, 4, 3, _WIDE, "packed"),
-    Form(128, 4, 4, _WIDE, "packed"),
-    Form(128, 4, 2, _TALL, "packed"),
     Form(64, 2, 2, _TALL, "packed"),
-    Form(32, 1, 2, _TALL, "packed"),
+    Form(128, 4, 2, _WIDE, "max"),
     Form(128, 4, 2, _NARROW, "packed"),
 )
-_FORMS_64 = (
-    Form(128, 4, 2, _NARROW, "packed"),
-    Form(64, 2, 2, _NARROW, "packed"),
-    Form(32, 1, 2, _NARROW, "packed"),
-    Form(256, 4, 2, _NARROW, "packed"),
-    Form(128, 4, 2, _TALL, "packed"),
-    Form(64, 2, 2, _TALL, "packed"),
-)
-# Pages smaller than a tile cost addresses of their own: fewer forms are worth it.
-_GATHERED = {(128, 4), (64, 2), (256, 4)}
+_SERVED_HEADS = (32, 64)
+_COMMON_64 = (Form(128, 4, 2, _NARROW, "packed"), Form(64, 2, 2, _NARROW, "packed"))
 
 
-def forms(head_dim: int, kind: Paging) -> tuple[Form, ...]:
-    """The forms offered, the default first."""
-    all_forms = _FORMS_128 if head_dim == 128 else _FORMS_64
+def forms(heads: int, head_dim: int, kind: Paging) -> tuple[Form, ...]:
+    """The forms offered, the default first. Pages smaller than a tile cost addresses of their own: few pay there."""
+    if head_dim == 64:
+        return _COMMON_64 if kind == "whole" else _COMMON_64[:1]
     if kind == "whole":
-        return all_forms
-    return tuple(
-        form
-        for form in all_forms
-        if (form.tile_kv, form.num_warps) in _GATHERED
-        and form.waves_per_eu == 2
-        and (form.mfma != _NARROW or head_dim == 64)
-    )
+        return _COMMON_128 + (_MORE_128 if heads in _SERVED_HEADS else ())
+    return _COMMON_128[:2] if kind == "gather" and heads in _SERVED_HEADS else _COMMON_128[:1]

@@ -75,8 +75,8 @@ def _relu_pair(low, high):
 @gluon.jit
 def _relu_pair_packed(low, high, after):
     # |q.k| <= 128 * 448**2 < 2**25, so x * 2**-25 clamped to [0, 1] is an exact relu of two values in one instruction.
-    # The compiler inserts the wait between a matrix product and its first reader, but not where that is inline assembly:
-    # `after` is a value made from the same product by an instruction that the compiler knows.
+    # The compiler inserts the wait between a matrix product and its first reader, but not where that is inline
+    # assembly: `after` is a value made from the same product by an instruction that the compiler knows.
     pair = _as_pair(low, high)
     scale = gl.full(pair.shape, 0x3300000033000000, gl.uint64, pair.type.layout)
     return gl.inline_asm_elementwise(
@@ -132,7 +132,7 @@ def _add_across_quarter(a, b):
 
 @gluon.jit
 def _uniform(x):
-    # A block id comes from a vector load; in a scalar register it makes a buffer's 64-bit base without a waterfall loop.
+    # A block id comes from a vector load; in a scalar register it makes a buffer's 64-bit base, with no waterfall loop.
     return gl.inline_asm_elementwise("v_readfirstlane_b32 $0, $1", "=s,v", [x], dtype=gl.int32, is_pure=True, pack=1)
 
 
@@ -156,8 +156,8 @@ def _halve(tensors, COUNT: gl.constexpr):
 
 @gluon.jit
 def _registers(x, MN: gl.constexpr):
-    # [MN, N] in the accumulator's layout -> one [LANE_GROUPS, N] tensor for each of a lane's registers, in their order.
-    # Row = 8 * block + 4 * lane group + r where MN is 32, 4 * lane group + r where it is 16. No instruction: only names.
+    # [MN, N] in the accumulator's layout -> one [LANE_GROUPS, N] tensor for each register of a lane, in their order.
+    # Row = 4 * lane group + r where MN is 16, 8 * block + 4 * lane group + r where it is 32. Only names again.
     N: gl.constexpr = x.shape[1]
     if MN == 16:
         x = gl.permute(gl.reshape(x, [4, 2, 2, N]), (0, 3, 2, 1))
@@ -222,12 +222,14 @@ def _span_sum(
     TILE0: gl.constexpr = FIRST * HEADS // MN
     for tile in gl.static_range(HEADS * SPAN // MN):
         rows = _registers(_dot(qs[TILE0 + tile], k, gl.zeros([MN, N], gl.float32, mma), SCALED), MN)
+        known = _relu_pair(rows[0], rows[1])
         for i in gl.static_range(PAIRS):
-            if (EPILOGUE == "packed") and (i > 0):
+            if i == 0:
+                relu = known
+            elif EPILOGUE == "packed":
                 relu = _relu_pair_packed(rows[2 * i], rows[2 * i + 1], known)
             else:
                 relu = _relu_pair(rows[2 * i], rows[2 * i + 1])
-                known = relu
             weight = ws[(TILE0 + tile) * PAIRS + i]
             # Two sums, so that a packed multiply-add need not wait for the one before.
             if i % 2 == 0:
@@ -292,9 +294,7 @@ def _output_lane(
 
 
 @gluon.jit
-def _page_ids(
-    table_ptr, tile, columns, COUNT: gl.constexpr, extent, TILE_KV: gl.constexpr, BLOCK_KV: gl.constexpr
-):
+def _page_ids(table_ptr, tile, columns, COUNT: gl.constexpr, extent, TILE_KV: gl.constexpr, BLOCK_KV: gl.constexpr):
     # Cache page of each column of a tile (columns: tuple of offsets into it), or of the whole tile where that is one.
     # Never reads the table past the last page that holds context.
     if BLOCK_KV >= TILE_KV:
@@ -353,8 +353,8 @@ def _program(programs, next_n, split_kv, FUSE_N: gl.constexpr, XCD_ORDER: gl.con
 
 
 _UNSPECIALIZED = (
-    "programs", "next_n", "split_kv", "columns", "q_batch_units", "q_token_units", "page_units", "table_stride", "lens_stride",
-    "weights_stride", "out_stride",
+    "programs", "next_n", "split_kv", "columns", "q_batch_units", "q_token_units", "page_units", "table_stride",
+    "lens_stride", "weights_stride", "out_stride",
 )  # fmt: skip
 
 
@@ -365,8 +365,8 @@ _UNSPECIALIZED = (
 )
 def _paged_mqa_logits_kernel(
     q_ptr, kv_ptr, scale_ptr, table_ptr, lens_ptr, weights_ptr, out_ptr,
-    programs, next_n, split_kv, columns, q_batch_units, q_token_units, page_units, table_stride, lens_stride, weights_stride,
-    out_stride,
+    programs, next_n, split_kv, columns, q_batch_units, q_token_units, page_units, table_stride, lens_stride,
+    weights_stride, out_stride,
     HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_KV: gl.constexpr, PRESHUFFLED: gl.constexpr,
     LENS_2D: gl.constexpr, FUSE_N: gl.constexpr, TILE_KV: gl.constexpr, NUM_WARPS: gl.constexpr, MN: gl.constexpr,
     MFMA_K: gl.constexpr, EPILOGUE: gl.constexpr, XCD_ORDER: gl.constexpr,
@@ -460,7 +460,9 @@ def _paged_mqa_logits_kernel(
     table_ptr += batch.to(gl.int64) * table_stride
     out_ptr += row * out_stride
     k_ids = _page_ids(table_ptr, start, k_columns, SUBS, extent, TILE_KV, BLOCK_KV)
-    s_ids = k_ids if BLOCK_KV >= TILE_KV else _page_ids(table_ptr, start, out_columns, OUTPUTS, extent, TILE_KV, BLOCK_KV)
+    s_ids = (
+        k_ids if BLOCK_KV >= TILE_KV else _page_ids(table_ptr, start, out_columns, OUTPUTS, extent, TILE_KV, BLOCK_KV)
+    )
     ks = ()
     for s in gl.static_range(SUBS):
         ks = ks + (_load_k(kv_ptr, page_units, k_ids, start, s, k_offsets, TILE_KV, BLOCK_KV, UNIT, MN, HEAD_DIM),)
@@ -471,7 +473,9 @@ def _paged_mqa_logits_kernel(
         )
     tile = gl.minimum(start + 1, stop - 1)
     k_ids = _page_ids(table_ptr, tile, k_columns, SUBS, extent, TILE_KV, BLOCK_KV)
-    s_ids = k_ids if BLOCK_KV >= TILE_KV else _page_ids(table_ptr, tile, out_columns, OUTPUTS, extent, TILE_KV, BLOCK_KV)
+    s_ids = (
+        k_ids if BLOCK_KV >= TILE_KV else _page_ids(table_ptr, tile, out_columns, OUTPUTS, extent, TILE_KV, BLOCK_KV)
+    )
     for i in range(start, stop):
         # Each sub-tile's registers are loaded anew, for the next tile, as soon as it has been used; the pages' ids are
         # read one tile earlier still.

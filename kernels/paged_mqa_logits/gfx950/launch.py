@@ -11,6 +11,7 @@ from tilewise.kernels.paged_mqa_logits.gfx950.kernels import _paged_mqa_logits_k
 from tilewise.kernels.paged_mqa_logits.spec import MAX_NEXT_N, Config, Shape
 
 MAX_BYTES_32 = 1 << 31  # what a 32-bit offset within a request may reach
+MAX_INT32 = MAX_BYTES_32 - 1
 
 
 def launch_key(shape: Shape, config: Config, lens_2d: bool) -> tuple[object, ...]:
@@ -76,7 +77,7 @@ def launch_numbers(
             f"q, weights and out must have token rows of less than {MAX_BYTES_32 // MAX_NEXT_N} bytes, got "
             f"{q_token}, {4 * weights.stride(0)} and {4 * out_stride}"
         )
-    return {
+    numbers = {
         "programs": shape.batch_size * config.groups(shape.next_n) * config.split_kv,
         "next_n": shape.next_n,
         "split_kv": config.split_kv,
@@ -89,3 +90,7 @@ def launch_numbers(
         "weights_stride": weights.stride(0),
         "out_stride": out_stride,
     }
+    for name, value in numbers.items():
+        if value > MAX_INT32:
+            raise InvalidTensorError(f"{name} must be at most {MAX_INT32}, got {value}")
+    return numbers

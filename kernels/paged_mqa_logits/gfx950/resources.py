@@ -111,7 +111,7 @@ def relevant_audits() -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def row_of(key: Key) -> Row | None:
-    """The audit of this binary: the first one with a problem among the relevant audits, else the newest; None if none."""
+    """The audit of this binary: the first with a problem among the relevant ones, else the newest; None if none."""
     rows = [(version, audits()[version].get(key)) for version in relevant_audits()]
     found = [row for _, row in rows if row is not None]
     return next((row for row in found if row.problem), found[-1] if found else None)

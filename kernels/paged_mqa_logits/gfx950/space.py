@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tilewise.kernels.arch import Arch
-from tilewise.kernels.paged_mqa_logits.gfx950.forms import MAX_QUERY_BYTES, Form, forms, paging
+from tilewise.kernels.paged_mqa_logits.gfx950.forms import MAX_QUERY_BYTES, PAGINGS, Form, forms, paging
 from tilewise.kernels.paged_mqa_logits.gfx950.resources import key_of, why_refused
 from tilewise.kernels.paged_mqa_logits.spec import Config, Shape, cdiv
 
@@ -103,11 +103,10 @@ def fuse_choices(shape: Shape) -> list[int]:
 def offered(shape: Shape) -> list[Form]:
     """The forms for these pages, those whose tile lies within one page first."""
     found: dict[Form, None] = {}
-    kinds = ("whole", "gather", "single")
-    for kind in kinds:
+    for kind in PAGINGS:
         found |= {
             form: None
-            for form in forms(shape.head_dim, kind)  # type: ignore[arg-type]
+            for form in forms(shape.heads, shape.head_dim, kind)
             if paging(shape.block_kv, form.tile_kv) == kind
         }
     return list(found)
