@@ -63,10 +63,34 @@ def _token_sums(p, acc, w, TOKENS: gl.constexpr):
         x = gl.inline_asm_elementwise("abs.f32 $0, $1;", "=r,r", [acc], dtype=gl.float32, is_pure=True, pack=1)
     else:
         x = acc + gl.abs(acc)  # twice the relu; the scale of K is halved instead
-    x = x * gl.expand_dims(w, 0)
-    # Four independent chains of multiply-adds: two rows, two columns.
-    part = gl.sum(gl.sum(gl.reshape(x, [64, TOKENS, p.HEADS // 8, 4, 2]), 2), 3)
-    return _columns(part, TOKENS)
+    w, x = gl.broadcast(gl.expand_dims(w, 0), x)
+    # Multiply-adds spelled out, eight columns at a time: a reduction's order is the compiler's, and not every release
+    # contracts it. Four independent chains: two rows, two neighbouring columns.
+    xs = _split_heads(gl.reshape(x, [64, TOKENS, p.HEADS // 8, 4, 2]), p.HEADS // 8)
+    ws = _split_heads(gl.reshape(w, [64, TOKENS, p.HEADS // 8, 4, 2]), p.HEADS // 8)
+    chains = xs[0] * ws[0]
+    for i in gl.static_range(1, p.HEADS // 8):
+        chains = gl.fma(xs[i], ws[i], chains)
+    a, b = gl.split(chains)
+    return _columns(a + b, TOKENS)
+
+
+@gluon.jit
+def _split_heads(x, COUNT: gl.constexpr):
+    # [64, tokens, COUNT, 4, 2] to COUNT tensors [64, tokens, 4, 2]; registers change names, nothing moves.
+    found = (x,)
+    for level in gl.static_range(4):
+        if 2**level < COUNT:
+            finer = ()
+            for i in gl.static_range(2**level):
+                y = gl.reshape(found[i], [64, x.shape[1], COUNT // 2**level // 2, 2, 4, 2])
+                a, b = gl.split(gl.permute(y, (0, 1, 2, 4, 5, 3)))
+                finer = finer + (a, b)
+            found = finer
+    flat = ()
+    for i in gl.static_range(COUNT):
+        flat = flat + (gl.reshape(found[i], [64, x.shape[1], 4, 2]),)
+    return flat
 
 
 @gluon.jit
