@@ -1,1 +1,1 @@
-"""Paged MQA logits for Hopper, in Gluon: TMA, warpgroup products, one producer warp and up to four consumer warpgroups."""
+"""Paged MQA logits for Hopper, in Gluon: TMA, warpgroup products, a producer warp, up to four consumer warpgroups."""

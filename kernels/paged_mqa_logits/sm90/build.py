@@ -25,10 +25,15 @@ ARGUMENTS = {
 }
 
 
+def chunk(batch_size: int) -> int:
+    """A batch size that stands for all that share a binary with this one."""
+    return next((size for size in CHUNKS if size >= batch_size), CHUNKS[-1] + 1)
+
+
 def constants(shape: Shape, config: Config, lens_2d: bool) -> dict[str, Any]:
     """The kernel's constexprs: equal constants (and options) are one binary."""
     balanced = config.schedule == "balanced"
-    chunk = next((c for c in CHUNKS if c >= shape.batch_size), CHUNKS[-1]) if balanced else 32
+    covered = chunk(shape.batch_size)
     return {
         "NEXT_N": shape.next_n,
         "HEADS": shape.heads,
@@ -44,8 +49,8 @@ def constants(shape: Shape, config: Config, lens_2d: bool) -> dict[str, Any]:
         "KEEP_WEIGHTS": space.keeps_weights(shape, config),
         "BALANCED": balanced,
         "LENS_2D": lens_2d and shape.next_n > 1,
-        "CHUNK": chunk,
-        "CHUNKS": balanced and shape.batch_size > chunk,
+        "CHUNK": min(covered, CHUNKS[-1]) if balanced else 32,
+        "CHUNKS": balanced and covered > CHUNKS[-1],
         "SECOND_SLOTS": space.second_slots(config),
         "CONSUMER_REGISTERS": space.CONSUMER_REGISTERS[config.consumers],
     }
@@ -69,7 +74,7 @@ def boxes(shape: Shape) -> dict[str, tuple[str, list[int]]]:
 
 
 def compile_kernel(shape: Shape, config: Config, lens_2d: bool, target: Any = None) -> Any:
-    """The kernel compiled for this shape, config and kind of lengths; for `target` instead of the current GPU if given."""
+    """The kernel for this shape, config and kind of lengths, compiled for `target` or else for the current GPU."""
     types = {name: compat.descriptor_type(*box) for name, box in boxes(shape).items()} | ARGUMENTS
     return compat.compile_kernel(
         _paged_mqa_logits_kernel, types, constants(shape, config, lens_2d), options(config), target

@@ -16,7 +16,9 @@ tma_load: Any = getattr(tma, "async_load", None) or tma.async_copy_global_to_sha
 if hasattr(gluon, "aggregate"):  # from 3.9 on
     aggregate: Any = gluon.aggregate
 else:
-    from triton.language.core import _aggregate as aggregate
+    from triton.language import core
+
+    aggregate = core._aggregate
 
 constexpr_function: Any = gluon.constexpr_function
 # A shared memory descriptor seen with another type, shape and layout; public from 3.9 on.

@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from tilewise.kernels.paged_mqa_logits.sm90.compat import reinterpret
 
-# Truncation to tf32 loses 2^-11 / 1.44 of a positive number on average (mantissas are log-uniform); see _second_weights.
+# Truncation to tf32 loses 2^-11 / 1.44 of a positive number on average, as mantissas are log-uniform.
 _TF32_BIAS = gl.constexpr(1.0 + 0.69 * 2.0**-11)
 
 
@@ -191,8 +191,8 @@ def _with_linear(sums, linear, FIRST: gl.constexpr, COUNT: gl.constexpr):
 
 @gluon.jit
 def _quad_sums(p, sums, COUNT: gl.constexpr):
-    # The sum over a quad of up to four tokens' partial sums. It is a transpose: for four tokens, lane t keeps token t of
-    # two rows; for two, a lane keeps one token of one row; for one, a row, with one exchange left.
+    # The sums over a quad, of up to four tokens. It is a transpose: for four tokens, lane t keeps token t of two rows;
+    # for two, a lane keeps one token of one row; for one, a row, with one exchange left.
     if COUNT > 2 and p.SHUFFLE:
         # The same by exchange between lanes: no shared memory, so no barrier of the warpgroup in the loop over tiles.
         LAYOUT: gl.constexpr = sums[0].type.layout
@@ -255,7 +255,7 @@ def _store_tokens(
         y = gl.where(pos < gl.expand_dims(bound, 0), y, float("-inf"))
         gl.store(at, y, mask=(pos < extent) & spare)
     else:
-        if COUNT == y.shape[1]:
+        if y.shape[1] == COUNT:
             gl.store(at, y)
         else:
             gl.store(at, y, mask=spare & (pos >= 0))

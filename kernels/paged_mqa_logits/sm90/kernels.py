@@ -273,12 +273,10 @@ def _score(
         mbarrier.wait(buf.k_full.index(stage), ((done + i) // p.STAGES) & 1)
         k = k_tiles.index(stage)
         if LINEAR:
-            line = _linear_product(p, buf, k, INDEX)
+            extra = _linear_product(p, buf, k, INDEX)
         accs = ()
         for j in gl.static_range(PIECES if PIECES < p.IN_FLIGHT else p.IN_FLIGHT):
-            accs = accs + (
-                _product(p, buf, k, base + _piece_start(OWN, p.DOT_N, j), _piece_tokens(OWN, p.DOT_N, j)),
-            )
+            accs = accs + (_product(p, buf, k, base + _piece_start(OWN, p.DOT_N, j), _piece_tokens(OWN, p.DOT_N, j)),)
         scale = k_scales.index(stage).load(ROW)
         column = (tile + i) * 64
         masked = column + 64 > low
@@ -287,7 +285,8 @@ def _score(
         for j in gl.static_range(PIECES):
             acc = warpgroup_mma_wait((p.IN_FLIGHT if PIECES - j > p.IN_FLIGHT else PIECES - j) - 1, deps=(accs[j],))
             if LINEAR and j == 0:
-                linear = _linear_sums(p, warpgroup_mma_wait((PIECES if PIECES < p.IN_FLIGHT else p.IN_FLIGHT) - 1, deps=(line,)), factors)
+                extra = warpgroup_mma_wait((PIECES if PIECES < p.IN_FLIGHT else p.IN_FLIGHT) - 1, deps=(extra,))
+                linear = _linear_sums(p, extra, factors)
             if j == PIECES - 1:
                 mbarrier.arrive(buf.k_empty.index(stage), count=1)
             if SECOND:

@@ -76,22 +76,28 @@ class PreparedLaunch:
             out.stride(0),
         ]
         parts = batch_size * self._groups
-        if self._balanced:
-            grid = min(self._workgroups, parts * cdiv(max_columns, 64))
-        else:
-            grid = parts * self._split_kv
+        grid = min(self._workgroups, parts * cdiv(max_columns, 64)) if self._balanced else parts * self._split_kv
         if grid > 0:
             self._launch(grid, compat.current_stream(self._device), arguments)
 
 
 def prepare(shape: Shape, config: Config, *, per_token_lens: bool = False, device: int = 0) -> PreparedLaunch:
-    """Compile and load the kernel for this shape and config. Raises InvalidConfigError where the config may not launch."""
+    """Compile and load the kernel of this shape and config; InvalidConfigError where the config may not launch."""
     return PreparedLaunch(shape, config, per_token_lens=per_token_lens, device=device)
 
 
-@functools.lru_cache(maxsize=4096)
 def launch_key(shape: Shape, config: Config, lens_2d: bool) -> tuple[object, ...]:
     """Everything that decides which binary runs."""
+    rows = build.chunk(shape.batch_size)
+    return _launch_key(shape.next_n, shape.heads, shape.head_dim, shape.block_kv, rows, config, lens_2d)
+
+
+@functools.lru_cache(maxsize=4096)
+def _launch_key(
+    next_n: int, heads: int, head_dim: int, block_kv: int, rows: int, config: Config, lens_2d: bool
+) -> tuple[object, ...]:
+    # Contexts are no part of it, so that a context that grows from call to call finds its key.
+    shape = Shape(rows, next_n, heads, head_dim, block_kv)
     return (*build.constants(shape, config, lens_2d).values(), *build.options(config).values())
 
 

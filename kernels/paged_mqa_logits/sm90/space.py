@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from tilewise.kernels.arch import Arch
 from tilewise.kernels.paged_mqa_logits.sm90.pieces import STORE_N, TILE_KV, first_token, piece_count
 from tilewise.kernels.paged_mqa_logits.spec import SCALE_BYTES, Config, Shape, cdiv
@@ -84,7 +86,7 @@ def most_pieces(config: Config) -> int:
 def _parts(config: Config) -> list[int]:
     split = config.token_split
     starts = [first_token(config.fuse_n, config.dot_n, split, part) for part in range(split + 1)]
-    return [end - start for start, end in zip(starts, starts[1:], strict=False)]
+    return [end - start for start, end in itertools.pairwise(starts)]
 
 
 def in_flight(shape: Shape, config: Config) -> int:
@@ -142,7 +144,7 @@ def _operand_registers(shape: Shape, config: Config) -> int:
 
 
 def second_slots(config: Config) -> int:
-    """Weight tiles of the second product, or columns of the linear half, that a consumer keeps; 1 idle one otherwise."""
+    """Weight tiles of the second product, or columns of the linear half, of a consumer; one idle one otherwise."""
     if config.epilogue.startswith("abs"):
         return max(8, 1 << (4 * own_tokens(config) - 1).bit_length())
     return most_pieces(config) if config.epilogue in SECOND_PRODUCTS else 1
@@ -189,18 +191,17 @@ def candidates(shape: Shape, arch: Arch) -> list[Config]:
 
 
 def default_config(shape: Shape, arch: Arch) -> Config | None:
-    """What measured best for large uniform batches on an H200, by the width of a product."""
-    fuse_n = shape.next_n
-    dot_n = max(dot for dot in (4, 2, 1) if dot == 1 or (dot <= fuse_n and dot * shape.heads <= 128))
-    if fuse_n == 1 and shape.heads <= 64:
+    """The first that fits of a few structures, the ones best for large batches first."""
+    dot_n = max(dot for dot in (2, 1) if dot == 1 or (dot <= shape.next_n and dot * shape.heads <= 128))
+    if shape.next_n == 1 and shape.heads <= 64:
         return _config(1, 1, 1, 1, 4, "add", ctas_per_sm=3)
-    for consumers, token_split, num_stages in ((3, 3, 8), (3, 1, 9), (2, 1, 8), (2, 1, 4)):
-        for groups in (1, 2, 4, 8):
-            fuse_n = cdiv(shape.next_n, groups)
-            config = _config(fuse_n, min(dot_n, 1 << (fuse_n.bit_length() - 1)), consumers, token_split, num_stages, "mix")
-            even_pieces = token_split == 1 or (fuse_n * shape.heads) % (128 * token_split) == 0
-            if even_pieces and why_invalid(shape, config, arch) is None and groups == 1:
-                return config
+    whole = shape.next_n * shape.heads % (3 * dot_n * shape.heads) == 0  # three equal parts
+    structures = [(3, 3, 8)] if whole and shape.next_n >= 3 and shape.heads >= 64 else []
+    structures += [(3, 1, 9)] if shape.next_n * shape.heads <= 192 else []
+    for consumers, token_split, num_stages in (*structures, (2, 1, 8), (2, 1, 4)):
+        config = _config(shape.next_n, dot_n, consumers, token_split, num_stages, "mix")
+        if why_invalid(shape, config, arch) is None:
+            return config
     return _config(1, 1, 2, 1, 4, "add")
 
 
