@@ -23,8 +23,9 @@ from tilewise.kernels.paged_mqa_logits.reference import reference_logits, worst_
 from tilewise.kernels.paged_mqa_logits.spec import Config, Shape, cdiv, floor_us, is_valid
 from tilewise.kernels.paged_mqa_logits.traits import traits_of
 
-# Errors of a kernel with fp8 products and fp32 sums; the matrix unit's own accumulation is the larger part.
-MAX_ELEMENT_ERROR = 1e-3
+# Errors of a kernel with fp8 products and fp32 sums. The matrix unit's own accumulation is the larger part: on an H200
+# the worst of 10^8 elements came to 1.1e-3, at 16 heads.
+MAX_ELEMENT_ERROR = 2e-3
 MAX_NORM_ERROR = 2.5e-4
 _DISTINCT_PAGES = 7919  # pages of random data that fill the pool in turn; prime, so that no stride repeats them
 _OUTPUT_SENTINEL = float("nan")
