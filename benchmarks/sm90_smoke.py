@@ -37,7 +37,10 @@ except ImportError:  # not installed: the checkout itself is the package
 
 from tilewise.kernels.arch import ARCHS, current_arch  # noqa: E402
 from tilewise.kernels.paged_mqa_logits.sm90 import space  # noqa: E402
-from tilewise.kernels.paged_mqa_logits.spec import Config, Shape, floor_us  # noqa: E402
+from tilewise.kernels.paged_mqa_logits.spec import SPACES, Config, Shape, floor_us  # noqa: E402
+
+# Before the kernel is registered, this script registers it for itself.
+SPACES.setdefault("sm90", "tilewise.kernels.paged_mqa_logits.sm90.space")
 
 RAGGED = (300, 77, 6, 0, 64, 1, 63, 65, 513, 5000, 2048)
 SILENCE_S = 75  # a child that says nothing for this long hangs
@@ -58,6 +61,7 @@ class Case:
     block_kv: int = 64
     more: dict[str, Any] = field(default_factory=dict)
     q_gap: int = 0  # unused bytes between one query token and the next
+    weights_gap: int = 0  # unused weights before the first row and between rows
     runs: int = 3
 
     @property
@@ -84,6 +88,7 @@ def cases() -> list[Case]:
     for heads in (64, 32, 128, 16):
         for next_n in range(1, 9):
             default = space.default_config(Shape(64, next_n, heads), arch)
+            assert default is not None
             found.append(Case(f"default h{heads} n{next_n}", default, next_n, heads=heads))
     # Each way of cutting tokens, consumers and epilogues.
     for next_n, config in (
@@ -131,6 +136,7 @@ def cases() -> list[Case]:
         Case("shorter than next_n", cfg(6, 2), 6, (1, 2, 3, 4, 5)),
         Case("negative length", cfg(2, 2), 2, (-1, 70)),
         Case("q with gaps", cfg(3, 2), 3, q_gap=256),
+        Case("weights with gaps, unaligned", cfg(3, 2), 3, weights_gap=3),
     ]
     found += [Case(f"all empty {b}", cfg(4, 2), 4, (0,) * b) for b in (1, 31, 32, 33, 64, 256, 257, 1024, 1025)]
     for batch, high in ((63, 400), (65, 400), (255, 300), (300, 300), (1024, 200), (1025, 99), (5000, 66)):
@@ -150,6 +156,7 @@ def check(start: int) -> None:
 
     from tilewise.kernels.paged_mqa_logits.reference import reference_logits, worst_error
     from tilewise.kernels.paged_mqa_logits.sm90.launch import launch
+    from tilewise.kernels.paged_mqa_logits.traits import traits_of
 
     for index, case in enumerate(cases()[start:], start):
         say({"index": index, "name": case.name})
@@ -167,12 +174,18 @@ def check(start: int) -> None:
             kept = wide.view(torch.float8_e4m3fn)[:, :, :size].unflatten(2, (case.heads, case.head_dim))
             kept.copy_(p.q)
             p.q = kept
+        if case.weights_gap:
+            wide = torch.zeros(p.weights.shape[0] + 1, case.heads + case.weights_gap, device="cuda").flatten()
+            rows = wide.as_strided(p.weights.shape, (case.heads + case.weights_gap, 1), case.weights_gap)
+            rows.copy_(p.weights)
+            p.weights = rows
+        traits = traits_of(p.kv_cache, p.weights, p.context_lens)
         columns = min(p.logits_width, p.block_tables.shape[1] * case.block_kv)
-        first = None
+        first: Any = None
         same = True
         for _ in range(case.runs):
             out, whole = p.guarded_output()
-            launch(*p.arguments[:5], out, columns, case.shape, case.config)
+            launch(*p.arguments[:5], out, columns, case.shape, case.config, traits)
             torch.cuda.synchronize()
             if first is None:
                 first = whole
@@ -214,6 +227,7 @@ def to_time(shape: Shape) -> list[Config]:
     arch = current_arch()
     structures: dict[tuple[int, ...], Config] = {}
     for c in [space.default_config(shape, arch), *space.candidates(shape, arch)]:
+        assert c is not None
         even = c.schedule == "even"
         if even and shape.context_tokens > 65536:
             continue
@@ -231,8 +245,8 @@ def to_time(shape: Shape) -> list[Config]:
             epilogues = ["add"]
         own += [Config.from_dict(c.to_dict() | {"epilogue": e}) for e in epilogues]
     own = [c for c in dict.fromkeys(own) if space.why_invalid(shape, c, arch) is None]
-    plain = [portable_space.default_config(shape, arch), *portable_space.candidates(shape, arch)]
-    plain = [c for c in dict.fromkeys(plain) if is_valid(shape, c, arch) is None and c.mma_m == "kv"]
+    plain = dict.fromkeys(portable_space.candidates(shape, arch))
+    plain = [c for c in plain if is_valid(shape, c, arch) is None and c.mma_m == "kv"]
     return [c for c in plain if c.num_warps == 4 and c.tile_kv == 64 and c.num_stages == 5][:8] + own
 
 
@@ -241,6 +255,7 @@ def timings(start: int, rounds: int = 7) -> None:
 
     from tilewise.kernels.paged_mqa_logits import portable_launch
     from tilewise.kernels.paged_mqa_logits.sm90 import launch as own_launch
+    from tilewise.kernels.paged_mqa_logits.traits import usual_traits
 
     device = "cuda"
     arch = current_arch()
@@ -272,11 +287,14 @@ def timings(start: int, rounds: int = 7) -> None:
         q = torch.randn(shape.batch_size, shape.next_n, shape.heads, 128, device=device).to(torch.float8_e4m3fn)
         weights = torch.randn(shape.batch_size * shape.next_n, shape.heads, device=device)
         out = out_all[: shape.batch_size * shape.next_n]
-        expected = None
+        usual = usual_traits(shape)
+        expected: Any = None
         graphs: list[tuple[Config, Any, list[float]]] = []
         for config in to_time(shape):
             module: Any = portable_launch if config.kernel == "portable" else own_launch
-            inputs = [(q, cache, weights, context_lens, tables[s], out, WIDTH, shape, config) for s in range(sets)]
+            inputs = [
+                (q, cache, weights, context_lens, tables[s], out, WIDTH, shape, config, usual) for s in range(sets)
+            ]
             try:
                 with torch.cuda.stream(stream):
                     out.fill_(float("nan"))
@@ -320,6 +338,7 @@ def host() -> None:
 
     from tilewise.kernels.paged_mqa_logits import portable_launch
     from tilewise.kernels.paged_mqa_logits.sm90.launch import launch, prepare
+    from tilewise.kernels.paged_mqa_logits.traits import usual_traits
 
     shape = Shape(16, 4, 64, 128, 64, 256)
     config = cfg(4, 2)
@@ -336,6 +355,7 @@ def host() -> None:
     ]
     prepared = prepare(shape, config)
     plain = Config(fuse_n=4, dot_n=2, num_stages=5)
+    usual = usual_traits(shape)
 
     def cost(call: Callable[[Any, Any, Any], object], sets: list[Any]) -> float:
         for s in sets[:50]:
@@ -352,8 +372,10 @@ def host() -> None:
 
     calls: dict[str, Callable[[Any, Any, Any], object]] = {
         "prepared": lambda q, w, out: prepared(q, cache, w, lens, table, out, 256),
-        "launch": lambda q, w, out: launch(q, cache, w, lens, table, out, 256, shape, config),
-        "portable launch": lambda q, w, out: portable_launch.launch(q, cache, w, lens, table, out, 256, shape, plain),
+        "launch": lambda q, w, out: launch(q, cache, w, lens, table, out, 256, shape, config, usual),
+        "portable launch": lambda q, w, out: portable_launch.launch(
+            q, cache, w, lens, table, out, 256, shape, plain, usual
+        ),
     }
     for name, call in calls.items():
         say({"host": name, "moving_us": cost(call, moving), "still_us": cost(call, moving[:1] * 4000)})

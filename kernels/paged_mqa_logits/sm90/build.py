@@ -20,6 +20,7 @@ ARGUMENTS = {
     "split_kv": "i32",
     "table_stride": "i64",
     "lens_stride": "i32",
+    "weights_first": "i32",
     "weights_stride": "i32",
     "out_stride": "i64",
 }

@@ -11,6 +11,7 @@ from tilewise.errors import InvalidConfigError, InvalidTensorError, UnsupportedE
 from tilewise.kernels.arch import current_arch
 from tilewise.kernels.paged_mqa_logits.sm90 import build, compat
 from tilewise.kernels.paged_mqa_logits.spec import SCALE_BYTES, Config, Shape, cdiv, is_valid
+from tilewise.kernels.paged_mqa_logits.traits import Traits
 
 MAX_INT32 = (1 << 31) - 1
 
@@ -58,12 +59,16 @@ class PreparedLaunch:
         page_bytes = block_kv * (head_dim + SCALE_BYTES)
         page_stride = kv_cache.stride(0) if num_blocks > 1 else page_bytes
         k_at = kv_cache.data_ptr()
+        rows = batch_size * next_n
+        weights_at = weights.data_ptr()
+        unaligned = weights_at % 16  # TMA starts at multiples of 16 bytes
+        weights_first = unaligned // 4
         descriptor = self._launch.descriptor
         arguments = [
             *descriptor(0, k_at, (num_blocks, block_kv, head_dim), (page_stride, head_dim, 1)),
             *descriptor(1, k_at, (num_blocks, page_bytes // 4), (page_stride // 4, 1)),
             *descriptor(2, q.data_ptr(), tuple(q.shape), (request_stride, token_stride, head_dim, 1)),
-            *descriptor(3, weights.data_ptr(), ((batch_size * next_n - 1) * weights_stride + heads,), (1,)),
+            *descriptor(3, weights_at - unaligned, (weights_first + (rows - 1) * weights_stride + heads,), (1,)),
             block_tables.data_ptr(),
             context_lens.data_ptr(),
             out.data_ptr(),
@@ -72,6 +77,7 @@ class PreparedLaunch:
             self._split_kv,
             block_tables.stride(0),
             context_lens.stride(0),
+            weights_first,
             weights_stride,
             out.stride(0),
         ]
@@ -86,10 +92,11 @@ def prepare(shape: Shape, config: Config, *, per_token_lens: bool = False, devic
     return PreparedLaunch(shape, config, per_token_lens=per_token_lens, device=device)
 
 
-def launch_key(shape: Shape, config: Config, lens_2d: bool) -> tuple[object, ...]:
+def launch_key(shape: Shape, config: Config, traits: Traits) -> tuple[object, ...]:
     """Everything that decides which binary runs."""
     rows = build.chunk(shape.batch_size)
-    return _launch_key(shape.next_n, shape.heads, shape.head_dim, shape.block_kv, rows, config, lens_2d)
+    key = (shape.next_n, shape.heads, shape.head_dim, shape.block_kv, rows)
+    return _launch_key(*key, config, traits.per_token_lens)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -98,7 +105,7 @@ def _launch_key(
 ) -> tuple[object, ...]:
     # Contexts are no part of it, so that a context that grows from call to call finds its key.
     shape = Shape(rows, next_n, heads, head_dim, block_kv)
-    return (*build.constants(shape, config, lens_2d).values(), *build.options(config).values())
+    return ("sm90", *build.constants(shape, config, lens_2d).values(), *build.options(config).values())
 
 
 # Prepared launches by everything that they depend on; the split is no part of the binary, but of the call.
@@ -115,6 +122,7 @@ def launch(
     max_columns: int,
     shape: Shape,
     config: Config,
+    traits: Traits,
 ) -> None:
     """One launch. Raises InvalidTensorError for strides and addresses that TMA can't take."""
     if q.device.type != "cuda":
@@ -122,12 +130,11 @@ def launch(
     why = unreadable(q, kv_cache, weights, context_lens)
     if why is not None:
         raise InvalidTensorError(why)
-    lens_2d = context_lens.dim() == 2
     device = q.device.index
-    key = (device, config.split_kv, launch_key(shape, config, lens_2d))
+    key = (device, config.split_kv, launch_key(shape, config, traits))
     prepared = _prepared.get(key)
     if prepared is None:
-        prepared = _prepared[key] = PreparedLaunch(shape, config, per_token_lens=lens_2d, device=device)
+        prepared = _prepared[key] = PreparedLaunch(shape, config, per_token_lens=traits.per_token_lens, device=device)
     prepared(q, kv_cache, weights, context_lens, block_tables, out, max_columns)
 
 
@@ -137,8 +144,6 @@ def unreadable(q: Tensor, kv_cache: Tensor, weights: Tensor, context_lens: Tenso
     for name, stride, size in (("token", q.stride(1), next_n), ("request", q.stride(0), batch_size)):
         if size > 1 and (stride % 16 or stride <= 0):
             return f"q's {name} stride must be a positive multiple of 16 bytes for the Hopper kernel, got {stride}"
-    if weights.data_ptr() % 16:
-        return f"weights must start at a multiple of 16 bytes for the Hopper kernel, got address {weights.data_ptr()}"
     if weights.shape[0] * weights.stride(0) > MAX_INT32:
         return f"weights must span at most {MAX_INT32} elements, got {weights.shape[0]} rows of {weights.stride(0)}"
     if batch_size * context_lens.stride(0) > MAX_INT32:
