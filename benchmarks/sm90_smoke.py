@@ -74,7 +74,7 @@ class Case:
 def cfg(fuse_n: int, dot_n: int, consumers: int = 2, token_split: int = 1, num_stages: int = 0, **more: Any) -> Config:
     if not num_stages:
         num_stages = {1: 4, 2: 8, 3: 9, 4: 8}[consumers] if token_split == 1 else 8
-    given = {"schedule": "balanced", "epilogue": "add", "ctas_per_sm": 1} | more
+    given: dict[str, Any] = {"schedule": "balanced", "epilogue": "add", "ctas_per_sm": 1} | more
     return Config(
         kernel="sm90", fuse_n=fuse_n, dot_n=dot_n, num_warps=4, consumers=consumers, token_split=token_split,
         num_stages=num_stages, **given,
@@ -152,7 +152,7 @@ def cases() -> list[Case]:
 
 def check(start: int) -> None:
     import torch
-    from paged_cache import make_problem
+    from paged_cache import make_problem  # type: ignore[import-not-found]
 
     from tilewise.kernels.paged_mqa_logits.reference import reference_logits, worst_error
     from tilewise.kernels.paged_mqa_logits.sm90.launch import launch
@@ -185,7 +185,18 @@ def check(start: int) -> None:
         same = True
         for _ in range(case.runs):
             out, whole = p.guarded_output()
-            launch(*p.arguments[:5], out, columns, case.shape, case.config, traits)
+            launch(
+                p.q,
+                p.kv_cache,
+                p.weights,
+                p.context_lens,
+                p.block_tables,
+                out,
+                columns,
+                case.shape,
+                case.config,
+                traits,
+            )
             torch.cuda.synchronize()
             if first is None:
                 first = whole
@@ -245,8 +256,8 @@ def to_time(shape: Shape) -> list[Config]:
             epilogues = ["add"]
         own += [Config.from_dict(c.to_dict() | {"epilogue": e}) for e in epilogues]
     own = [c for c in dict.fromkeys(own) if space.why_invalid(shape, c, arch) is None]
-    plain = dict.fromkeys(portable_space.candidates(shape, arch))
-    plain = [c for c in plain if is_valid(shape, c, arch) is None and c.mma_m == "kv"]
+    listed = dict.fromkeys(portable_space.candidates(shape, arch))
+    plain = [c for c in listed if is_valid(shape, c, arch) is None and c.mma_m == "kv"]
     return [c for c in plain if c.num_warps == 4 and c.tile_kv == 64 and c.num_stages == 5][:8] + own
 
 
@@ -399,7 +410,8 @@ def children(what: str, count: int, deadline: float) -> Iterator[dict[str, Any]]
             lines.put(None)
 
         threading.Thread(target=pump, daemon=True).start()
-        at, trouble, tail = start, "", []
+        at, trouble = start, ""
+        tail: list[str] = []
         while True:
             try:
                 line = lines.get(timeout=min(SILENCE_S, max(1.0, deadline - time.time())))
@@ -463,7 +475,8 @@ def main() -> int:
     parser.add_argument("--start", type=int, default=0)
     args = parser.parse_args()
     if args.child:
-        {"check": check, "time": timings, "host": lambda _: host()}[args.child](args.start)
+        runs: dict[str, Callable[[int], None]] = {"check": check, "time": timings, "host": lambda _: host()}
+        runs[args.child](args.start)
         return 0
     deadline = time.time() + args.minutes * 60
     said: list[dict[str, Any]] = []
