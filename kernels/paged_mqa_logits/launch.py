@@ -195,9 +195,10 @@ def _check(
         "kv_cache", "have contiguous pages", kv_cache,
     )  # fmt: skip
     page_bytes = kv_cache.shape[1] * (head_dim + SCALE_BYTES)
+    unit = 16 if kv_cache.shape[1] % 4 == 0 else 4  # a page of one token is 132 bytes: no kernel loads 16 at once there
     _want(
-        kv_cache.stride(0) % 16 == 0 and (kv_cache.stride(0) >= page_bytes or kv_cache.shape[0] <= 1),
-        "kv_cache", f"have a page stride of at least {page_bytes} bytes and a multiple of 16", kv_cache,
+        kv_cache.stride(0) % unit == 0 and (kv_cache.stride(0) >= page_bytes or kv_cache.shape[0] <= 1),
+        "kv_cache", f"have a page stride of at least {page_bytes} bytes and a multiple of {unit}", kv_cache,
     )  # fmt: skip
     _want(kv_cache.data_ptr() % 16 == 0, "kv_cache", "start at a multiple of 16 bytes", kv_cache)
 

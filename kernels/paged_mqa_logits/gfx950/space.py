@@ -141,3 +141,10 @@ def default_config(shape: Shape, arch: Arch) -> Config | None:
             if why_invalid(shape, config, arch) is None:
                 return config
     return None
+
+
+def prior_us(shape: Shape, config: Config, arch: Arch) -> float:
+    """Predicted microseconds, from published figures and the audit; see prior.py."""
+    from tilewise.kernels.paged_mqa_logits.gfx950 import prior
+
+    return prior.prior_us(shape, config, arch)
