@@ -130,7 +130,7 @@ def _shape(parser: argparse.ArgumentParser) -> None:
 
 def add_rank(parser: argparse.ArgumentParser) -> None:
     _shape(parser)
-    parser.add_argument("--top", type=int, metavar="N", help="print the best N only")
+    parser.add_argument("--top", type=_between(1, 1 << 20), metavar="N", help="print the best N only")
 
 
 def add_evaluate(parser: argparse.ArgumentParser) -> None:
@@ -139,6 +139,16 @@ def add_evaluate(parser: argparse.ArgumentParser) -> None:
     _json(parser)
     parser.add_argument("--seed", type=int, default=0, help="seed of folds and training (default: 0)")
     parser.add_argument("--leave-out", action="append", default=[], metavar="FIELD", help="hold out each value in turn")
+
+
+def _between(low: int, high: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        value = int(text)
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"must be {low} to {high}, got {value}")
+        return value
+
+    return number
 
 
 def _folds(text: str) -> int:
@@ -167,8 +177,8 @@ def add_import(parser: argparse.ArgumentParser) -> None:
 
 def add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8000, help="port to listen on (default: 8000)")
-    parser.add_argument("--workers", type=int, default=1, metavar="N", help="processes (default: 1)")
+    parser.add_argument("--port", type=_between(0, 65535), default=8000, help="port to listen on (default: 8000)")
+    parser.add_argument("--workers", type=_between(1, 1024), default=1, metavar="N", help="processes (default: 1)")
     parser.add_argument(
         "--arch", action="append", help="GPU to serve, repeatable; the first is the default (default: all)"
     )

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import ipaddress
 import json
 import logging
 import os
+import socket
+import sys
 from collections.abc import AsyncIterator, Iterable
 from typing import Annotated, Any, Literal
 
@@ -279,12 +282,13 @@ def serve(
 ) -> None:
     """Run the service until it is stopped. `arch_names` empty is every known GPU."""
     import uvicorn
+    from uvicorn.supervisors import Multiprocess
 
     names = [get_arch(name).name for name in arch_names]  # a wrong one is refused here, not in each worker
     os.environ[SETTINGS] = json.dumps({"home": None if home is None else os.fspath(home), "arch_names": names})
     if not _is_loopback(host):
         _log.warning("%s is no loopback address: whoever reaches it may ask, there is no authentication", host)
-    uvicorn.run(
+    config = uvicorn.Config(
         "tilewise.server:app_from_environment",
         factory=True,
         host=host,
@@ -294,6 +298,19 @@ def serve(
         server_header=False,
         timeout_graceful_shutdown=10,
     )
+    server = uvicorn.Server(config)
+    if workers == 1:
+        config.load_app()
+        server.run()
+        if not server.started:
+            sys.exit(1)
+        return
+    # What uvicorn.run does for several workers, but for one line: asyncio turns Nagle's algorithm off only for sockets
+    # that it opens itself, and with it on, every answer waits 40 ms for the client's acknowledgement.
+    listener = config.bind_socket()
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    wanted = inspect.signature(Multiprocess).parameters  # older versions of uvicorn are given the target
+    Multiprocess(config, sockets=[listener], **({"target": server.run} if "target" in wanted else {})).run()
 
 
 def _is_loopback(host: str) -> bool:

@@ -179,23 +179,21 @@ class LimitBody:
         self._app, self._common = app, common
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        too_large = HTTPException(413, f"The body must have at most {MAX_BODY_BYTES} bytes")
+        announced = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+        if not announced.isdigit() or int(announced) > MAX_BODY_BYTES:
+            response = problem_response(too_large.status_code, too_large.detail, headers=self._common())
+            return await response(scope, receive, send)
         left = MAX_BODY_BYTES
-
-        def too_large() -> HTTPException:
-            return HTTPException(413, f"The body must have at most {MAX_BODY_BYTES} bytes")
 
         async def counted() -> Message:
             nonlocal left
             message = await receive()
             left -= len(message.get("body", b""))
             if left < 0:
-                raise too_large()  # FastAPI lets its own exceptions through where it reads the body
+                raise too_large  # FastAPI lets its own exceptions through where it reads the body
             return message
 
-        if scope["type"] == "http":
-            announced = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
-            if not announced.isdigit() or int(announced) > MAX_BODY_BYTES:
-                error = too_large()
-                response = problem_response(error.status_code, error.detail, headers=self._common())
-                return await response(scope, receive, send)
         await self._app(scope, counted, send)

@@ -244,7 +244,17 @@ def test_a_home_that_cannot_be_written_is_one_plain_line(tilewise: Any, home: Pa
 
 @pytest.mark.parametrize(
     "words",
-    [[], ["fly"], ["select"], ["select", *FLAGS, "--heads", "x"], ["select", "--nope"], ["train", "--folds", "1"]],
+    [
+        [],
+        ["fly"],
+        ["select"],
+        ["select", *FLAGS, "--heads", "x"],
+        ["select", "--nope"],
+        ["rank", *FLAGS, "--top", "0"],
+        ["train", "--folds", "1"],
+        ["serve", "--port", "65536"],
+        ["serve", "--workers", "0"],
+    ],
 )
 def test_wrong_usage_is_exit_code_2_without_a_traceback(tilewise: Any, words: list[str]) -> None:
     code, out, err = tilewise(*words)
