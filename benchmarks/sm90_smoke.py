@@ -43,7 +43,7 @@ from tilewise.kernels.paged_mqa_logits.spec import SPACES, Config, Shape, floor_
 SPACES.setdefault("sm90", "tilewise.kernels.paged_mqa_logits.sm90.space")
 
 RAGGED = (300, 77, 6, 0, 64, 1, 63, 65, 513, 5000, 2048)
-SILENCE_S = 75  # a child that says nothing for this long hangs
+SILENCE_S = 45  # a child that says nothing for this long hangs
 PAGES, WIDTH, ROWS = 131072, 131072, 512
 COLD_BYTES = 192e6
 
@@ -398,8 +398,8 @@ def say(line: dict[str, Any]) -> None:
 
 def children(what: str, count: int, deadline: float) -> Iterator[dict[str, Any]]:
     """Lines of child processes, each going on behind the case at which the last one hung or died."""
-    start = 0
-    while start < count and time.time() < deadline:
+    start = troubles = 0
+    while start < count and time.time() < deadline and troubles < 8:
         command = [sys.executable, str(Path(__file__).resolve()), "--child", what, "--start", str(start)]
         child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         lines: queue.Queue[str | None] = queue.Queue()
@@ -430,6 +430,7 @@ def children(what: str, count: int, deadline: float) -> Iterator[dict[str, Any]]
                 tail.append(line.strip())
         if not trouble:
             return
+        troubles += 1
         yield {"index": at, "trouble": trouble}
         start = at + 1
 

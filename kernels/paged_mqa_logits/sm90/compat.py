@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import triton
@@ -64,7 +65,7 @@ class Launch:
         runner = kernel.run
         utils = triton.runtime.driver.active.utils
         self._encode = getattr(utils, "fill_tma_descriptor_tiled", None) or utils.fill_tma_descriptor
-        to_host = triton.backends.nvidia.driver.TMA_DTYPE_DEVICE_TO_HOST
+        to_host = importlib.import_module("triton.backends.nvidia.driver").TMA_DTYPE_DEVICE_TO_HOST
         self._boxes = [
             (box["swizzle"], box["elem_size"], to_host[box["elem_type"]], box["block_size"])
             for box in kernel.metadata.tensordesc_meta

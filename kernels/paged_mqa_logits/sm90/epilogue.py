@@ -115,17 +115,14 @@ def _columns(x, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def _joined(x, SLOTS: gl.constexpr, LAST: gl.constexpr):
-    # A tuple of tensors [m, n], one per token, to one tensor [m, n, SLOTS]; the last one stands in beyond LAST.
+def _joined(x, SLOTS: gl.constexpr, COUNT: gl.constexpr):
+    # A tuple of COUNT tensors [m, n], one per token, to one tensor [m, n, SLOTS]; the last one stands in beyond COUNT.
     if SLOTS == 2:
-        return gl.join(x[0], x[LAST])
-    elif SLOTS == 4:
-        y = gl.join(gl.join(x[0], x[2]), gl.join(x[1], x[LAST]))
-        return gl.reshape(y, [x[0].shape[0], x[0].shape[1], 4])
+        return gl.join(x[0], x[COUNT - 1])
     else:
-        even = gl.join(gl.join(x[0], x[4]), gl.join(x[2], x[6 if LAST > 6 else LAST]))
-        odd = gl.join(gl.join(x[1], x[5 if LAST > 5 else LAST]), gl.join(x[3], x[LAST]))
-        return gl.reshape(gl.join(even, odd), [x[0].shape[0], x[0].shape[1], 8])
+        even = gl.join(x[0], x[2 if COUNT > 2 else COUNT - 1])
+        odd = gl.join(x[1 if COUNT > 1 else COUNT - 1], x[COUNT - 1])
+        return gl.reshape(gl.join(even, odd), [x[0].shape[0], x[0].shape[1], 4])
 
 
 @gluon.jit
@@ -143,7 +140,7 @@ def _linear_columns(p, buf, token, slot, TOKENS: gl.constexpr):
         q = q * gl.expand_dims(_weights_tile(p, buf, token + t, 1).load(gl.SliceLayout(1, Q)), 1)
         # A thread's own heads; the warps are summed for all tokens at once, in one exchange.
         parts = parts + (gl.sum(gl.reshape(q, [p.HEADS // STEP, STEP, p.HEAD_DIM]), 0),)
-    summed = gl.sum(_joined(parts, SLOTS, TOKENS - 1), 0)
+    summed = gl.sum(_joined(parts, SLOTS, TOKENS), 0)
     # Scaled by a power of two to at most 256; fp8 ends at 448.
     exponent = gl.max(gl.abs(summed), 0).to(gl.int32, bitcast=True) & 0x7F800000
     exponent = gl.minimum(gl.maximum(exponent, 40 << 23), 220 << 23)

@@ -1,0 +1,203 @@
+"""The Hopper kernel: how it cuts work up, what it accepts, and what the compiler makes of it. On a GPU, its results."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+torch = pytest.importorskip("torch")
+
+from paged_cache import make_problem  # noqa: E402
+
+from tilewise.kernels.arch import ARCHS, current_arch  # noqa: E402
+from tilewise.kernels.paged_mqa_logits import spec  # noqa: E402
+from tilewise.kernels.paged_mqa_logits.sm90 import build, pieces, space  # noqa: E402
+from tilewise.kernels.paged_mqa_logits.spec import Config, Shape  # noqa: E402
+
+H200 = ARCHS["h200"]
+RAGGED = (300, 77, 6, 0, 64, 1, 63, 65, 513, 2048)
+
+
+def config(fuse_n: int, dot_n: int, consumers: int = 2, token_split: int = 1, **more: object) -> Config:
+    given: dict[str, object] = {"num_stages": 6, "schedule": "balanced", "epilogue": "add", "ctas_per_sm": 1} | more
+    return Config(
+        kernel="sm90", fuse_n=fuse_n, dot_n=dot_n, consumers=consumers, token_split=token_split,
+        **given,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dot_n", [1, 2, 4])
+@pytest.mark.parametrize("tokens", range(1, 9))
+def test_products_cover_every_token_once_and_none_is_idle(tokens: int, dot_n: int) -> None:
+    count = pieces.piece_count(tokens, dot_n)
+    at = 0
+    for index in range(count):
+        size = pieces.piece_tokens(tokens, dot_n, index)
+        assert pieces.piece_start(tokens, dot_n, index) == at
+        assert size <= dot_n
+        assert at % size == 0, "a product's view of the shared query tokens starts at a multiple of its size"
+        at += size
+    assert at == tokens == pieces.piece_start(tokens, dot_n, count)
+
+
+@pytest.mark.parametrize("dot_n", [1, 2, 4])
+@pytest.mark.parametrize("tokens", range(1, 9))
+def test_consumers_share_tokens_in_whole_products(tokens: int, dot_n: int) -> None:
+    for split in range(1, -(-tokens // dot_n) + 1):
+        starts = [pieces.first_token(tokens, dot_n, split, part) for part in range(split + 1)]
+        assert starts[0] == 0
+        assert starts[-1] == tokens
+        sizes = [b - a for a, b in itertools.pairwise(starts)]
+        assert min(sizes) > 0
+        assert max(sizes) - min(sizes) < 2 * dot_n
+        assert all(start % dot_n == 0 for start in starts[:-1])
+
+
+@pytest.mark.parametrize("block_kv", [32, 64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("heads", [16, 32, 64, 128])
+def test_every_served_shape_has_a_valid_default_and_candidates(heads: int, head_dim: int, block_kv: int) -> None:
+    for next_n in range(1, 9):
+        shape = Shape(64, next_n, heads, head_dim, block_kv)
+        default = space.default_config(shape, H200)
+        assert default is not None
+        assert space.why_invalid(shape, default, H200) is None
+        valid = [c for c in space.candidates(shape, H200) if space.why_invalid(shape, c, H200) is None]
+        assert {c.fuse_n for c in valid} >= {1}
+        assert {c.schedule for c in valid} == {"balanced", "even"}
+
+
+@pytest.mark.parametrize(
+    ("change", "shape_change", "words"),
+    [
+        ({}, {"block_kv": 16}, "block_kv 16"),
+        ({}, {"cache_layout": "preshuffled"}, "flat pages"),
+        ({}, {"heads": 8}, "16 heads"),
+        ({"epilogue": "fp16"}, {}, "epilogue must be one of"),
+        ({"consumers": 5}, {}, "consumers must be 1 to 4"),
+        ({"consumers": 3, "token_split": 2}, {}, "token_split must divide"),
+        ({"consumers": 4, "token_split": 4}, {}, "token_split must be at most 2"),
+        ({"consumers": 3, "num_stages": 8}, {}, "num_stages must be a multiple"),
+        ({"dot_n": 4, "fuse_n": 4}, {"heads": 128}, "dot_n x heads"),
+        ({"split_kv": 2}, {}, "split_kv must be 1"),
+        ({"num_stages": 30}, {}, "shared memory"),
+        ({"ctas_per_sm": 3, "consumers": 2, "fuse_n": 4, "dot_n": 2}, {}, "registers"),
+        ({"tile_kv": 128}, {}, "tile_kv must be 64"),
+    ],
+)
+def test_what_may_not_launch_says_why(change: dict, shape_change: dict, words: str) -> None:
+    shape = dataclasses.replace(Shape(64, 4, 64), **shape_change)
+    given = dataclasses.replace(config(4, 2), **change)
+    reason = space.why_invalid(shape, given, H200)
+    assert reason is not None
+    assert words in reason
+
+
+def sass(shape: Shape, given: Config, lens_2d: bool = False) -> str:
+    """Machine code for Hopper; needs no GPU."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    kernel = build.compile_kernel(shape, given, lens_2d, GPUTarget("cuda", 90, 32))
+    assert kernel.metadata.shared <= space.shared_memory_bytes(shape, given)
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    file = Path(kernel.metadata_group[f"{kernel.name}.cubin"])
+    return subprocess.run([tool, "-sass", file], capture_output=True, text=True, check=True).stdout
+
+
+COMPILED = {
+    "n1 three a multiprocessor": (Shape(64, 1, 64), config(1, 1, 1, num_stages=4, ctas_per_sm=3), False),
+    "n3 even": (Shape(64, 3, 64), config(3, 2, schedule="even", split_kv=2), False),
+    "n4 linear half": (Shape(64, 4, 64), config(4, 2, epilogue="abs"), False),
+    "n5 groups of 2": (Shape(64, 5, 32, 64, 32), config(2, 2), True),
+    "n6 tokens split": (Shape(64, 6, 64), config(6, 2, 3, 3, epilogue="mix"), False),
+    "n7 of 4, 2 and 1, any batch": (Shape(3000, 7, 16, 128, 128), config(7, 4), False),
+    "n4 bf16": (Shape(64, 4, 64), config(4, 2, epilogue="bf16"), False),
+    "n6 tf32": (Shape(64, 6, 64), config(6, 2, 3, 3, epilogue="tf32"), False),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiles_without_spills_and_with_as_many_products_as_planned(name: str) -> None:
+    shape, given, lens_2d = COMPILED[name]
+    assert space.why_invalid(shape, given, H200) is None
+    code = sass(shape, given, lens_2d)
+    assert not re.findall(r"\b(?:LDL|STL)\b", code), "registers were spilled"
+    # Every consumer has its own code; a group of query tokens with fewer of them has another copy.
+    planned = 0
+    for tokens in {given.fuse_n, shape.next_n % given.fuse_n or given.fuse_n}:
+        for consumer in range(given.consumers):
+            part = consumer % given.token_split
+            first, last = (
+                pieces.first_token(tokens, given.dot_n, given.token_split, p) for p in (part, part + 1)
+            )  # fmt: skip
+            planned += pieces.piece_count(last - first, given.dot_n) + (given.epilogue == "abs")
+    assert len(re.findall(r"\bQGMMA\b", code)) == planned * shape.head_dim // 32
+
+
+GPU_CASES = {
+    **{
+        f"n{n} {epilogue}": (RAGGED, n, config(n, 2 if n > 1 else 1, epilogue=epilogue), {})
+        for n in range(1, 9)
+        for epilogue in ("add", "mix")
+    },
+    **{
+        f"n{n} abs": (RAGGED, n, config(n, 2 if n > 1 else 1, 2, split, epilogue="abs"), {})
+        for n, split in ((1, 1), (2, 1), (3, 2), (4, 1), (5, 2), (6, 2), (7, 2), (8, 2))
+    },
+    "groups with a rest": (RAGGED, 5, config(2, 2), {}),
+    "per-next_n": (RAGGED, 6, config(1, 1, 1, ctas_per_sm=3, num_stages=4), {}),
+    "even": (RAGGED, 4, config(4, 2, schedule="even", split_kv=3), {}),
+    "per-token lens": (((7, 9, 3), (5, 5, 65), (0, 0, 0), (64, 63, 300), (4000, 1, 2047)), 3, config(3, 2), {}),
+    "page stride": (RAGGED, 3, config(3, 2), {"page_stride": 65536}),
+    "page stride, odd 16": (RAGGED, 3, config(3, 2), {"page_stride": 64 * 132 + 16}),
+    "width below context": ((500, 100), 3, config(3, 2), {"logits_width": 333}),
+    **{
+        f"page {p} d{d}": ((300, p, p + 1, p - 1), 2, config(2, 2), {"block_kv": p, "head_dim": d, "table_tail": 0})
+        for p in (32, 64, 128, 256)
+        for d in (64, 128)
+    },
+    **{f"heads {h}": (RAGGED, 3, config(3, 1 if h > 64 else 2), {"heads": h}) for h in (16, 32, 128)},
+    **{f"batch {b}": (tuple(i * 7 % 150 for i in range(b)), 2, config(2, 2), {"heads": 32}) for b in (65, 257, 1500)},
+    "all empty": ((0,) * 33, 4, config(4, 2), {}),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", GPU_CASES)
+def test_matches_the_reference_and_repeats_bitwise(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilewise.kernels.paged_mqa_logits.reference import reference_logits, worst_error
+    from tilewise.kernels.paged_mqa_logits.sm90.launch import launch
+    from tilewise.kernels.paged_mqa_logits.traits import traits_of
+
+    if current_arch().isa != "sm90":
+        pytest.skip("needs a Hopper GPU")
+    if "sm90" not in spec.SPACES:
+        monkeypatch.setitem(spec.SPACES, "sm90", space.__name__)
+    lens, next_n, given, more = GPU_CASES[name]
+    more = {"heads": 64} | more
+    p = make_problem(lens, next_n=next_n, device="cuda", **more)
+    shape = Shape(len(lens), next_n, more["heads"], p.q.shape[3], p.kv_cache.shape[1])
+    assert space.why_invalid(shape, given, current_arch()) is None
+    columns = min(p.logits_width, p.block_tables.shape[1] * shape.block_kv)
+    wholes = []
+    for _ in range(3):
+        out, whole = p.guarded_output()
+        traits = traits_of(p.kv_cache, p.weights, p.context_lens)
+        launch(p.q, p.kv_cache, p.weights, p.context_lens, p.block_tables, out, columns, shape, given, traits)
+        wholes.append(whole)
+    expected, work = reference_logits(*p.arguments)
+    rows = expected.shape[0]
+    assert wholes[0][rows:].isnan().all(), "the guard row was written"
+    assert wholes[0][:, p.logits_width :].isnan().all(), "guard columns were written"
+    element, norm = worst_error(wholes[0][:rows, : p.logits_width], expected, work)
+    assert element <= 1e-3
+    assert norm <= 2.5e-4
+    for whole in wholes[1:]:
+        assert torch.equal(whole.view(torch.int32), wholes[0].view(torch.int32))
