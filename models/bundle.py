@@ -37,6 +37,8 @@ from tilewise.models.features import (
 )
 from tilewise.models.forest import Forest
 from tilewise.models.regime import Regime
+from tilewise.models.smooth import ARRAYS as LEVEL_ARRAYS
+from tilewise.models.smooth import Smooth
 
 FORMAT = "tilewise-bundle"
 FORMAT_VERSION = 1
@@ -56,7 +58,8 @@ _FOREST_ARRAYS: dict[str, str] = {
 }
 # File name without .npy: dtype and dimensions. Nothing else in the folder is read.
 FILES: dict[str, tuple[str, int]] = {
-    **{f"{forest}_{name}": (dtype, 1) for forest in ("rank", "level") for name, dtype in _FOREST_ARRAYS.items()},
+    **{f"rank_{name}": (dtype, 1) for name, dtype in _FOREST_ARRAYS.items()},
+    **{f"level_{name}": spec for name, spec in LEVEL_ARRAYS.items()},
     **{f"exact_{name}": spec for name, spec in EXACT_ARRAYS.items()},
 }
 
@@ -72,7 +75,7 @@ class Bundle:
 
     manifest: Mapping[str, Any]
     rank: Forest
-    level: Forest
+    level: Smooth
     exact: Exact
     regime: Regime
     arch: Arch
@@ -153,7 +156,7 @@ class Bundle:
         return array_files(self.rank, self.level, self.exact)
 
     @classmethod
-    def create(cls, manifest: Mapping[str, Any], rank: Forest, level: Forest, exact: Exact, arch: Arch) -> Bundle:
+    def create(cls, manifest: Mapping[str, Any], rank: Forest, level: Smooth, exact: Exact, arch: Arch) -> Bundle:
         """A bundle from its parts; `manifest` lacks the fields that follow from them."""
         files = array_files(rank, level, exact)
         full = {
@@ -161,7 +164,8 @@ class Bundle:
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
             "feature_spec": {"hash": feature_spec_hash(), "names": list(FEATURES)},
-            "forests": {name: {"baseline": f.baseline, "depth": f.depth} for name, f in _named(rank, level)},
+            "rank": {"baseline": rank.baseline, "depth": rank.depth},
+            "level": level.header(),
             "exact": exact.header(),
             "files": {name: hashlib.sha256(data).hexdigest() for name, data in files.items()},
         }
@@ -177,15 +181,15 @@ class Bundle:
         try:
             manifest = _read_manifest(path)
             arrays = {name: _read_array(path / f"{name}.npy", manifest["files"][name], name) for name in FILES}
-            forests = {
-                name: Forest.from_arrays(
-                    {array: arrays[f"{name}_{array}"] for array in _FOREST_ARRAYS},
-                    manifest["forests"][name]["baseline"],
-                    manifest["forests"][name]["depth"],
-                    width,
-                )
-                for name, width in (("rank", len(FEATURES)), ("level", len(SHAPE_FEATURES)))
-            }
+            rank = Forest.from_arrays(
+                {name: arrays[f"rank_{name}"] for name in _FOREST_ARRAYS},
+                manifest["rank"]["baseline"],
+                manifest["rank"]["depth"],
+                len(FEATURES),
+            )
+            level = Smooth.from_arrays(
+                {name: arrays[f"level_{name}"] for name in LEVEL_ARRAYS}, manifest["level"], len(SHAPE_FEATURES)
+            )
             exact = Exact.from_arrays({name: arrays[f"exact_{name}"] for name in EXACT_ARRAYS}, manifest["exact"])
             _check_manifest(manifest)
             regime = Regime.from_dict(manifest["regime"])
@@ -194,7 +198,7 @@ class Bundle:
             raise InvalidBundleError(f"bundle {path}: {error}") from error
         except (*_MALFORMED, TilewiseError) as error:
             raise InvalidBundleError(f"bundle {path} is malformed: {type(error).__name__}: {error}") from error
-        return cls(manifest, forests["rank"], forests["level"], exact, regime, arch)
+        return cls(manifest, rank, level, exact, regime, arch)
 
 
 SQUASH = 0.3
@@ -210,20 +214,16 @@ def unsquash(score: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return SQUASH * np.expm1(score / SQUASH)
 
 
-def array_files(rank: Forest, level: Forest, exact: Exact) -> dict[str, bytes]:
+def array_files(rank: Forest, level: Smooth, exact: Exact) -> dict[str, bytes]:
     """The bytes of every array file, by name."""
-    arrays = {f"{forest}_{name}": array for forest, f in _named(rank, level) for name, array in f.arrays().items()}
-    arrays.update({f"exact_{name}": array for name, array in exact.arrays().items()})
+    parts = {"rank": rank, "level": level, "exact": exact}
+    arrays = {f"{part}_{name}": array for part, of in parts.items() for name, array in of.arrays().items()}
     files = {}
     for name, (dtype, _) in FILES.items():
         out = io.BytesIO()
         np.lib.format.write_array(out, np.ascontiguousarray(arrays[name].astype(dtype)), (1, 0), allow_pickle=False)
         files[name] = out.getvalue()
     return files
-
-
-def _named(rank: Forest, level: Forest) -> tuple[tuple[str, Forest], ...]:
-    return (("rank", rank), ("level", level))
 
 
 def _digest(manifest: Mapping[str, Any]) -> str:

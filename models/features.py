@@ -34,8 +34,8 @@ WORDS: dict[str, tuple[str, ...]] = {
     "mma_m": ("kv", "heads"),
     "schedule": ("even", "balanced"),
     "mfma": ("", "16x16x128", "32x32x64", "16x16x32", "32x32x16"),
-    "epilogue": (),
-    "program_order": (),
+    "epilogue": ("", "max", "packed", "add", "mix"),
+    "program_order": ("", "launched", "xcd"),
 }
 _CODES = {field: {word: float(code) for code, word in enumerate(words)} for field, words in WORDS.items()}
 

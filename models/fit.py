@@ -1,4 +1,4 @@
-"""Fitting the two forests of a bundle with scikit-learn."""
+"""Fitting the two functions of a bundle, rank and level, with scikit-learn."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from tilewise.models.bundle import squash
 from tilewise.models.features import config_columns, config_features, floors_us, shape_columns, shape_features
 from tilewise.models.forest import Forest, export
 from tilewise.models.measurements import Measurements
+from tilewise.models.smooth import Smooth
+from tilewise.models.smooth import export as export_smooth
 
 Floats = npt.NDArray[np.float64]
 
@@ -27,14 +29,11 @@ RANK_PARAMETERS: dict[str, Any] = {
     "l2_regularization": 0.0,
     "early_stopping": False,
 }
+# The process of the level: the pair of highest likelihood is taken. A grid rather than an optimiser, so that the choice
+# does not hang on the last bit of a sum.
 LEVEL_PARAMETERS: dict[str, Any] = {
-    "max_iter": 200,
-    "learning_rate": 0.08,
-    "max_leaf_nodes": 8,
-    "max_depth": 4,
-    "min_samples_leaf": 3,
-    "max_features": 0.5,
-    "early_stopping": False,
+    "length_scale": [1.0, 1.5, 2.0, 3.0, 4.5, 6.5, 10.0],
+    "noise_level": [1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1],
 }
 # A config this far from its shape's best, in log time, weighs half.
 HALF_WEIGHT = 0.1
@@ -42,7 +41,7 @@ HALF_WEIGHT = 0.1
 
 @dataclass(frozen=True)
 class Examples:
-    """What the forests learn from: one row per timed cell, and one per shape."""
+    """What the two functions learn from: one row per timed cell, and one per shape."""
 
     cell: npt.NDArray[np.int64]  # [rows], index into the measurements' cells
     rank_rows: Floats  # [rows, FEATURES]
@@ -80,28 +79,37 @@ def examples(measured: Measurements, arch: Arch) -> Examples:
     )
 
 
-def fit_regressors(data: Examples, rows: Any, shapes: Any, seed: int) -> tuple[Any, Any]:
-    """scikit-learn's rank and level regressors, fitted to some rows and some shapes.
+def fit_regressors(data: Examples, rows: Any, shapes: Any, seed: int) -> tuple[Any, tuple[Any, Any]]:
+    """scikit-learn's regressors, fitted to some rows and some shapes: rank, and scaler and process of the level.
 
     Raises UnsupportedError without scikit-learn.
     """
     try:
         from sklearn.ensemble import HistGradientBoostingRegressor
+        from sklearn.gaussian_process import GaussianProcessRegressor
+        from sklearn.gaussian_process.kernels import RBF, ConstantKernel, WhiteKernel
+        from sklearn.preprocessing import StandardScaler
         from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
     except ImportError as error:
         raise UnsupportedError("training needs scikit-learn: pip install 'tilewise[train]'") from error
     rank = HistGradientBoostingRegressor(random_state=seed, **RANK_PARAMETERS)
-    level = HistGradientBoostingRegressor(random_state=seed, **LEVEL_PARAMETERS)
     known = np.asarray(shapes)[~np.isnan(data.level_target[shapes])]
+    scaler = StandardScaler().fit(data.shape_rows[known])
+    standard, target = scaler.transform(data.shape_rows[known]), data.level_target[known]
+    processes = []
     # One thread: tables this small gain nothing from more, and on a busy machine threads that wait for each other at
     # every node of every tree take ten times as long.
-    with threadpool_limits(limits=1, user_api="openmp"):
+    with threadpool_limits(limits=1):
         rank.fit(data.rank_rows[rows], data.rank_target[rows], sample_weight=data.rank_weight[rows])
-        level.fit(data.shape_rows[known], data.level_target[known])
-    return rank, level
+        for length in LEVEL_PARAMETERS["length_scale"]:
+            for noise in LEVEL_PARAMETERS["noise_level"]:
+                kernel = ConstantKernel(1.0) * RBF(length) + WhiteKernel(noise)
+                process = GaussianProcessRegressor(kernel, optimizer=None, normalize_y=True)
+                processes.append(process.fit(standard, target))
+    return rank, (scaler, max(processes, key=lambda process: round(process.log_marginal_likelihood_value_, 6)))
 
 
-def fit(data: Examples, rows: Any, shapes: Any, seed: int) -> tuple[Forest, Forest]:
+def fit(data: Examples, rows: Any, shapes: Any, seed: int) -> tuple[Forest, Smooth]:
     """The same as plain arrays."""
     rank, level = fit_regressors(data, rows, shapes, seed)
-    return export(rank), export(level)
+    return export(rank), export_smooth(*level)

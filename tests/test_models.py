@@ -12,7 +12,7 @@ pytest.importorskip("sklearn")
 import synthetic
 import trained
 
-from tilewise.errors import InvalidProfileError
+from tilewise.errors import InvalidBundleError, InvalidProfileError
 from tilewise.kernels.arch import ARCHS
 from tilewise.kernels.paged_mqa_logits import spec
 from tilewise.kernels.paged_mqa_logits.spec import Config, Shape
@@ -31,6 +31,8 @@ from tilewise.models.fit import examples, fit_regressors
 from tilewise.models.forest import export
 from tilewise.models.measurements import measurements
 from tilewise.models.regime import Regime
+from tilewise.models.smooth import Smooth
+from tilewise.models.smooth import export as export_smooth
 from tilewise.models.transfer import transfer
 
 
@@ -89,7 +91,10 @@ def test_numpy_picks_what_scikit_learn_picks_over_the_whole_grid() -> None:
     rank, level = fit_regressors(data, slice(None), np.arange(len(trained.SHAPES)), 0)
     bundle = trained.bundle()
     assert np.array_equal(export(rank).predict(data.rank_rows), rank.predict(data.rank_rows))
-    assert np.array_equal(export(level).predict(data.shape_rows), level.predict(data.shape_rows))
+    scaler, process = level
+    assert np.allclose(
+        export_smooth(*level).predict(data.shape_rows), process.predict(scaler.transform(data.shape_rows)), rtol=1e-9
+    )
     unseen = [Shape(b, n, h, 128, 64, c) for b in (2, 7, 33) for n in (1, 3, 8) for h in (32, 64) for c in (300, 9999)]
     grids = {shape: spec.candidates(shape, trained.ARCH) for shape in (*trained.SHAPES, *unseen)}
     rows = [bundle.features(shape, configs) for shape, configs in grids.items()]
@@ -97,6 +102,32 @@ def test_numpy_picks_what_scikit_learn_picks_over_the_whole_grid() -> None:
     for (shape, configs), scores in zip(grids.items(), theirs, strict=True):
         assert np.array_equal(bundle.scores(shape, configs), scores)
         assert first_best(configs, bundle.predict_us(shape, configs)) == first_best(configs, np.exp(scores))
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("points", lambda a: a[:-1]),
+        ("points", lambda a: a[:, :-1]),
+        ("weights", lambda a: a * np.nan),
+        ("center", lambda a: a[:-1]),
+        ("scale", lambda a: a * 0),
+        ("scale", lambda a: a + np.inf),
+    ],
+)
+def test_a_level_whose_arrays_do_not_fit_is_refused(name: str, change) -> None:
+    level = trained.bundle().level
+    arrays = level.arrays()
+    Smooth.from_arrays(arrays, level.header(), len(SHAPE_FEATURES))
+    with pytest.raises(InvalidBundleError):
+        Smooth.from_arrays({**arrays, name: change(arrays[name])}, level.header(), len(SHAPE_FEATURES))
+    for header in (
+        {"offset": 1.0, "length": 0.0},
+        {"offset": float("nan"), "length": 1.0},
+        {"offset": 1, "length": 1.0},
+    ):
+        with pytest.raises(InvalidBundleError):
+            Smooth.from_arrays(arrays, header, len(SHAPE_FEATURES))
 
 
 # -- the rule of choice

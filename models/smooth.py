@@ -1,0 +1,80 @@
+"""A smooth function of a shape's features, as plain arrays: the mean of a Gaussian process, evaluated with numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tilewise.errors import InvalidBundleError
+
+Floats = npt.NDArray[np.float64]
+# Array name: dtype and dimensions, as stored.
+ARRAYS: dict[str, tuple[str, int]] = {
+    "points": ("<f8", 2),  # [points, features], standardised
+    "weights": ("<f8", 1),  # [points]
+    "center": ("<f8", 1),  # [features], what is taken off a feature
+    "scale": ("<f8", 1),  # [features], what it is then divided by
+}
+
+
+@dataclass(frozen=True)
+class Smooth:
+    """offset + sum over points of weight * exp(-|x - point|^2 / (2 length^2)), x standardised."""
+
+    points: Floats
+    weights: Floats
+    center: Floats
+    scale: Floats
+    offset: float
+    length: float
+
+    def predict(self, rows: Floats) -> Floats:
+        """[n] values for [n, features] rows."""
+        x = (rows - self.center) / self.scale
+        square = ((x[:, None, :] - self.points[None, :, :]) ** 2).sum(axis=2)
+        values: Floats = self.offset + np.exp(square / (-2.0 * self.length**2)) @ self.weights
+        return values
+
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """The arrays by name, as stored."""
+        return {name: getattr(self, name) for name in ARRAYS}
+
+    def header(self) -> dict[str, float]:
+        """What the manifest says beside the arrays."""
+        return {"offset": self.offset, "length": self.length}
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, npt.NDArray[Any]], header: Mapping[str, Any], features: int) -> Smooth:
+        """A function from stored arrays; InvalidBundleError where they don't fit each other or aren't finite."""
+        points, weights, center, scale = (arrays[name] for name in ARRAYS)
+        offset, length = header["offset"], header["length"]
+        fits = (
+            points.shape == (len(weights), features)
+            and len(center) == len(scale) == features
+            and all(bool(np.isfinite(array).all()) for array in (points, weights, center, scale))
+            and bool((scale > 0).all())
+            and type(offset) is type(length) is float
+            and bool(np.isfinite(offset))
+            and 0.0 < length < np.inf
+        )
+        if not fits:
+            raise InvalidBundleError("the level's arrays do not fit each other")
+        return cls(points, weights, center, scale, offset, length)
+
+
+def export(scaler: Any, process: Any) -> Smooth:
+    """A fitted StandardScaler and the GaussianProcessRegressor behind it (constant times RBF, plus white noise)."""
+    signal, _ = process.kernel_.k1, process.kernel_.k2  # the noise is part of the weights
+    deviation = float(np.ravel(process._y_train_std)[0])
+    return Smooth(
+        np.array(process.X_train_),
+        np.ravel(process.alpha_) * (deviation * signal.k1.constant_value),
+        np.array(scaler.mean_),
+        np.array(scaler.scale_),
+        float(np.ravel(process._y_train_mean)[0]),
+        float(signal.k2.length_scale),
+    )
