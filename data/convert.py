@@ -18,6 +18,7 @@ from tilewise.errors import InvalidProfileError, UnsupportedError
 
 MAX_ROW_BYTES = 1 << 20
 MAX_ROW_GROUP_BYTES = 1 << 29  # what a Parquet row group may unpack to
+MAX_ROWS = 10_000_000  # in a Parquet file, where a few bytes can stand for any number of rows
 BATCH_ROWS = 4096
 
 _TYPES = {column.name: column.type for column in COLUMNS}
@@ -76,6 +77,8 @@ def _parquet(path: Path) -> Iterator[Item]:
     try:
         with pq.ParquetFile(path) as file:
             _check_header(file.schema_arrow.names, path)
+            if file.metadata.num_rows > MAX_ROWS:
+                raise InvalidProfileError(f"{path} must have at most {MAX_ROWS} rows, got {file.metadata.num_rows}")
             for group in range(file.metadata.num_row_groups):
                 size = file.metadata.row_group(group).total_byte_size
                 if size > MAX_ROW_GROUP_BYTES:

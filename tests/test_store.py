@@ -273,6 +273,24 @@ def test_a_file_that_cannot_be_read_is_refused_whole(kind: str, tmp_path: Path) 
     assert stored(tmp_path / "home") == []
 
 
+def test_a_small_file_that_stands_for_too_much_is_refused_before_it_is_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = pa.Table.from_pylist(ROWS[:20])
+    long = pa.array(["x" * (5 * records.MAX_TEXT)] * 20)
+    pq.write_table(table.set_column(table.schema.get_field_index("reason"), "reason", long), tmp_path / "text")
+    with pytest.raises(InvalidProfileError, match="reason must be at most"):
+        store.import_file(tmp_path / "text", tmp_path / "home")
+    pq.write_table(table, tmp_path / "good")
+    for limit, named in (("MAX_ROWS", "rows"), ("MAX_ROW_GROUP_BYTES", "row group")):
+        with monkeypatch.context() as patched:
+            patched.setattr(convert, limit, 19)
+            with pytest.raises(InvalidProfileError, match=f"{named}.* got [0-9]+"):
+                store.import_file(tmp_path / "good", tmp_path / "home")
+    assert stored(tmp_path / "home") == []
+    assert store.import_file(tmp_path / "good", tmp_path / "home").accepted == 20
+
+
 @given(at=st.integers(0, 1 << 16), patch=st.binary(min_size=1, max_size=8), cut=st.integers(0, 1 << 16))
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_damaged_parquet_file_is_a_typed_error_or_bad_rows(at: int, patch: bytes, cut: int, tmp_path: Path) -> None:
