@@ -143,7 +143,7 @@ def _linear_columns(p, buf, token, slot, TOKENS: gl.constexpr):
     summed = gl.sum(_joined(parts, SLOTS, TOKENS), 0)
     # Scaled by a power of two to at most 256; fp8 ends at 448.
     exponent = gl.max(gl.abs(summed), 0).to(gl.int32, bitcast=True) & 0x7F800000
-    exponent = gl.minimum(gl.maximum(exponent, 40 << 23), 220 << 23)
+    exponent = gl.minimum(gl.maximum(exponent, 40 << 23), 246 << 23)
     rest = summed * gl.expand_dims(((254 << 23) - exponent).to(gl.float32, bitcast=True), 0) * 128
     a = rest.to(gl.float8e4nv)
     rest = (rest - a.to(gl.float32)) * 16
