@@ -127,7 +127,8 @@ class Bundle:
 
     def predict_us(self, shape: Shape, configs: Sequence[Config]) -> npt.NDArray[np.float64]:
         """[len(configs)] predicted times, microseconds."""
-        return self.best_us(shape) * np.exp(unsquash(self.scores(shape, configs)))
+        ratio = unsquash(self.scores(shape, configs), self.manifest["rank"]["squash"])
+        return self.best_us(shape) * np.exp(np.minimum(ratio, 50.0))
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write the bundle to `folder`, whole or not at all; a bundle already there is replaced."""
@@ -164,7 +165,7 @@ class Bundle:
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
             "feature_spec": {"hash": feature_spec_hash(), "names": list(FEATURES)},
-            "rank": {"baseline": rank.baseline, "depth": rank.depth},
+            "rank": {"baseline": rank.baseline, "depth": rank.depth, "squash": SQUASH},
             "level": level.header(),
             "exact": exact.header(),
             "files": {name: hashlib.sha256(data).hexdigest() for name, data in files.items()},
@@ -201,7 +202,7 @@ class Bundle:
         return cls(manifest, rank, level, exact, regime, arch)
 
 
-SQUASH = 0.3
+SQUASH = 0.15
 
 
 def squash(log_ratio: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -209,14 +210,15 @@ def squash(log_ratio: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return SQUASH * np.log1p(log_ratio / SQUASH)
 
 
-def unsquash(score: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def unsquash(score: npt.NDArray[np.float64], strength: float | None = None) -> npt.NDArray[np.float64]:
     """The log ratio that a score stands for."""
-    return SQUASH * np.expm1(score / SQUASH)
+    strength = SQUASH if strength is None else strength
+    return strength * np.expm1(np.minimum(score / strength, 50.0))
 
 
 def array_files(rank: Forest, level: Smooth, exact: Exact) -> dict[str, bytes]:
     """The bytes of every array file, by name."""
-    parts = {"rank": rank, "level": level, "exact": exact}
+    parts: dict[str, Forest | Smooth | Exact] = {"rank": rank, "level": level, "exact": exact}
     arrays = {f"{part}_{name}": array for part, of in parts.items() for name, array in of.arrays().items()}
     files = {}
     for name, (dtype, _) in FILES.items():
@@ -256,6 +258,9 @@ def _check_manifest(manifest: Mapping[str, Any]) -> None:
         raise InvalidBundleError(f"noise_margin must be a float from 0 to 1, got {margin!r}")
     if not all(isinstance(manifest[name], str) for name in ("op", "arch")):
         raise InvalidBundleError("op and arch must be text")
+    strength = manifest["rank"]["squash"]
+    if type(strength) is not float or not 0.0 < strength < 100.0:
+        raise InvalidBundleError(f"rank squash must be a float above 0, got {strength!r}")
     hashes = manifest["kernel_hashes"]
     if not isinstance(hashes, dict) or not all(isinstance(h, str) for h in hashes.values()):
         raise InvalidBundleError(f"kernel_hashes must be an object of texts, got {hashes!r}")
