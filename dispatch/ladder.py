@@ -196,5 +196,6 @@ def _prior(found: Assessment, arch: Arch, miss: str, why: str) -> Assessment:
     found.times = times
     found.chosen, found.runner_up = choose(found.configs, times, found.default, PRIOR_MARGIN)
     found.source = found.time_source = "prior"
-    found.reason = f"{why}: the best by the analytic prior, which is predicted from published figures, not measured."
+    basis = getattr(space(found.configs[found.chosen].kernel), "PRIOR_BASIS", "published figures")
+    found.reason = f"{why}: the best by the analytic prior, which is predicted, not measured. It rests on {basis}."
     return found

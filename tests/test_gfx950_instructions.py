@@ -282,7 +282,8 @@ def test_clamp_of_nan_follows_the_mode():
     v = {0: NAN, 1: ONE, 2: ONE, 3: ONE}
     assert execute(text, v).vgprs[8][0] == 0
     wave = execute("s_setreg_imm32_b32 hwreg(HW_REG_MODE, 8, 1), 0\n" + text, v)
-    assert np.isnan(wave.vgprs[8:9].view(np.float32)[0, 0]) and wave.vgprs[9][0] == ONE
+    assert np.isnan(wave.vgprs[8:9].view(np.float32)[0, 0])
+    assert wave.vgprs[9][0] == ONE
 
 
 def test_accumulator_moves():
@@ -293,12 +294,14 @@ def test_accumulator_moves():
 def test_fp8_values_are_e4m3fn():
     values = fp8_values()
     assert (values[0], values[1], values[0x38], values[0x7E], values[0xFE]) == (0, 2**-9, 1.0, 448.0, -448.0)
-    assert np.isnan(values[[0x7F, 0xFF]]).all() and np.isfinite(np.delete(values, [0x7F, 0xFF])).all()
+    assert np.isnan(values[[0x7F, 0xFF]]).all()
+    assert np.isfinite(np.delete(values, [0x7F, 0xFF])).all()
     assert np.signbit(values[0x80])
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "depth"), [("16x16x32", 16, 32), ("32x32x16", 32, 16), ("16x16x128", 16, 128), ("32x32x64", 32, 64)]
+    ("name", "size", "depth"),
+    [("16x16x32", 16, 32), ("32x32x16", 32, 16), ("16x16x128", 16, 128), ("32x32x64", 32, 64)],
 )
 def test_matrix_product_layout(name, size, depth):
     """Each element of A, B and C where the ISA guide's tables put it, on numbers that make every place distinct."""
@@ -314,7 +317,9 @@ def test_matrix_product_layout(name, size, depth):
         return np.ascontiguousarray(lanes).view(np.uint32).T
 
     registers = size * size // 64
-    place = [(r // 4 * 4 * groups + lane // size * 4 + r % 4, lane % size) for r in range(registers) for lane in range(64)]
+    place = [
+        (r // 4 * 4 * groups + lane // size * 4 + r % 4, lane % size) for r in range(registers) for lane in range(64)
+    ]
     rows, columns = (np.array(x).reshape(registers, 64) for x in zip(*place, strict=True))
     last = held // 4 - 1
     v = {0 + i: x for i, x in enumerate(operand(a))} | {16 + i: x for i, x in enumerate(operand(b))}
@@ -335,12 +340,13 @@ def test_matrix_product_layout(name, size, depth):
 
 
 def test_nan_and_signed_zero_in_a_matrix_product():
-    v = {i: 0x38383838 for i in range(32)}  # all ones
+    v = dict.fromkeys(range(32), 0x38383838)  # all ones
     v[0] = np.where(np.arange(64) == 0, 0x3838387F, 0x38383838)  # row 0, element 0 of A is NaN
     wave = execute("v_mfma_scale_f32_16x16x128_f8f6f4 v[64:67], v[0:7], v[16:23], 0, v100, v100", v | {100: 127})
     got = wave.vgprs[64:68].view(np.float32)
     assert np.isnan(got[0, :16]).all()
-    assert (got[1:, :16] == 128).all() and (got[:, 16:] == 128).all()
+    assert (got[1:, :16] == 128).all()
+    assert (got[:, 16:] == 128).all()
 
 
 def test_buffer_accesses_check_their_range():
@@ -372,17 +378,22 @@ def test_global_accesses():
     lanes = np.arange(64)
     wave = execute("global_load_dwordx2 v[8:9], v0, s[2:3] offset:8", {0: lanes * 4}, {2: base & TOP, 3: base >> 32},
                    memory=memory)  # fmt: skip
-    assert wave.vgprs[8].tolist() == [*range(2, 66)] and wave.vgprs[9].tolist() == [*range(3, 67)]
+    assert wave.vgprs[8].tolist() == [*range(2, 66)]
+    assert wave.vgprs[9].tolist() == [*range(3, 67)]
     address = base + lanes * 4 + 16
     execute("global_store_dword v[0:1], v2, off offset:-16", {0: address & TOP, 1: address >> 32, 2: lanes + 500},
             memory=memory, exec_mask=3)  # fmt: skip
     assert data[:3].tolist() == [500, 501, 2]
-    wave = execute("global_load_ubyte v9, v[0:1], off", {0: address & TOP, 1: address >> 32}, memory=memory, exec_mask=1)
+    wave = execute(
+        "global_load_ubyte v9, v[0:1], off", {0: address & TOP, 1: address >> 32}, memory=memory, exec_mask=1
+    )
     assert wave.vgprs[9][0] == 4
 
 
 def test_scratch_is_private_to_a_lane():
-    wave = execute("scratch_store_dword off, v0, off offset:8\nscratch_load_dword v9, off, off offset:8", {0: np.arange(64)})
+    wave = execute(
+        "scratch_store_dword off, v0, off offset:8\nscratch_load_dword v9, off, off offset:8", {0: np.arange(64)}
+    )
     assert wave.vgprs[9].tolist() == [*range(64)]
 
 

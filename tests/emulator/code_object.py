@@ -29,7 +29,7 @@ class CodeObject:
             raise NotImplementedError(f"kernel code properties {properties:#x}: only the argument pointer is modelled")
         code = symbols[self.name]
         start = _file_offset(blob, descriptor + entry)
-        # The entry at offset 0 loads its arguments itself; the one 256 bytes on has them preloaded. Both are the code's.
+        # The entry at offset 0 loads its arguments itself; another, 256 bytes on, has them preloaded.
         self.code = blob[start : start + code[1]]
 
     def pack(self, arguments) -> np.ndarray:

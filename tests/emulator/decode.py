@@ -8,7 +8,7 @@ from tinygrad.renderer.amd import decode_inst
 
 @dataclass(frozen=True)
 class Instruction:
-    """One decoded instruction: encoding ("VOP3P"), name without _E32/_E64, bit fields by name, and where the next is."""
+    """One decoded instruction: encoding ("VOP3P"), name without _E32 or _E64, bit fields, and where the next is."""
 
     encoding: str
     name: str

@@ -117,11 +117,17 @@ _SOP2 = {
 }
 # (a, b) -> result; scc is whether it is not 0.
 _SOP2_BITS = {
-    "S_AND_B32": lambda a, b: a & b, "S_OR_B32": lambda a, b: a | b, "S_XOR_B32": lambda a, b: a ^ b,
-    "S_ANDN2_B32": lambda a, b: a & ~b, "S_LSHL_B32": lambda a, b: a << (b & 31), "S_LSHR_B32": lambda a, b: a >> (b & 31),
-    "S_ASHR_I32": lambda a, b: _signed(a) >> (b & 31), "S_BFE_U32": lambda a, b: _bit_field(a, b, False),
-    "S_BFE_I32": lambda a, b: _bit_field(a, b, True), "S_BFM_B32": lambda a, b: (1 << (a & 31)) - 1 << (b & 31),
-}  # fmt: skip
+    "S_AND_B32": lambda a, b: a & b,
+    "S_OR_B32": lambda a, b: a | b,
+    "S_XOR_B32": lambda a, b: a ^ b,
+    "S_ANDN2_B32": lambda a, b: a & ~b,
+    "S_LSHL_B32": lambda a, b: a << (b & 31),
+    "S_LSHR_B32": lambda a, b: a >> (b & 31),
+    "S_ASHR_I32": lambda a, b: _signed(a) >> (b & 31),
+    "S_BFE_U32": lambda a, b: _bit_field(a, b, False),
+    "S_BFE_I32": lambda a, b: _bit_field(a, b, True),
+    "S_BFM_B32": lambda a, b: (1 << (a & 31)) - 1 << (b & 31),
+}
 _SOP2_BITS64 = {
     "S_AND_B64": lambda a, b: a & b, "S_OR_B64": lambda a, b: a | b, "S_XOR_B64": lambda a, b: a ^ b,
     "S_ANDN2_B64": lambda a, b: a & ~b, "S_ORN2_B64": lambda a, b: a | ~b & MASK64,

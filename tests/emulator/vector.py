@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from .bits import VCC, as_bits, as_float, as_int
-from .bits import MASK32
+from .bits import MASK32, VCC, as_bits, as_float, as_int
 
 LANES = np.arange(64)
 u32, u64 = np.uint32, np.uint64

@@ -8,8 +8,8 @@ from typing import Any
 
 from tilewise.kernels.paged_mqa_logits.spec import Config, Shape
 
-# Kernel arguments and their types, in order: the types that Triton gives to the launcher's numbers, which all stay under
-# 2**31. The kernel widens them before it multiplies.
+# Kernel arguments and their types, in order: the types that Triton gives to the launcher's numbers, which all stay
+# under 2**31. The kernel widens them before it multiplies.
 SIGNATURE = {
     "q_ptr": "*fp8e4nv",
     "kv_ptr": "*fp8e4nv",

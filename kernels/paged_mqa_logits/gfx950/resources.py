@@ -65,15 +65,26 @@ def per_token_128_keys(count: int, fuse_n: int, form: Form) -> float:
 
 
 @functools.cache
-def audits() -> dict[str, dict[Key, Row]]:
-    """The committed audits by Triton version."""
-    found = {}
+def _files() -> dict[str, dict[str, Any]]:
     folder = resources.files("tilewise").joinpath("data", "audit")
-    for entry in sorted(folder.iterdir(), key=lambda e: e.name) if folder.is_dir() else ():
-        if entry.name.startswith("gfx950_triton-") and entry.name.endswith(".json"):
-            audit = json.loads(entry.read_text(encoding="utf-8"))
-            found[str(audit["triton"])] = dict(_decode(row) for row in audit["rows"])
-    return found
+    names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+    texts = [
+        folder.joinpath(name).read_text(encoding="utf-8")
+        for name in names
+        if name.startswith("gfx950_triton-") and name.endswith(".json")
+    ]
+    return {str(audit["triton"]): audit for audit in map(json.loads, texts)}
+
+
+@functools.cache
+def audits() -> dict[str, dict[Key, Row]]:
+    """The committed audits by Triton version, oldest first."""
+    return {version: dict(_decode(row) for row in audit["rows"]) for version, audit in _files().items()}
+
+
+def kernel_hash(version: str) -> str:
+    """The source hash of the kernel that was audited on this version of Triton."""
+    return str(_files()[version]["kernel_hash"])
 
 
 def encode(key: Key, row: Row) -> list[Any]:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from tilewise.kernels.arch import Arch
 from tilewise.kernels.paged_mqa_logits.gfx950.forms import MAX_QUERY_BYTES, PAGINGS, Form, forms, paging
+from tilewise.kernels.paged_mqa_logits.gfx950.prior import BASIS as PRIOR_BASIS
+from tilewise.kernels.paged_mqa_logits.gfx950.prior import prior_us
 from tilewise.kernels.paged_mqa_logits.gfx950.resources import key_of, why_refused
 from tilewise.kernels.paged_mqa_logits.spec import Config, Shape, cdiv
+
+__all__ = ["PRIOR_BASIS", "READS", "candidates", "default_config", "prior_us", "runs_on", "why_invalid"]
 
 READS = frozenset(
     (
@@ -141,10 +145,3 @@ def default_config(shape: Shape, arch: Arch) -> Config | None:
             if why_invalid(shape, config, arch) is None:
                 return config
     return None
-
-
-def prior_us(shape: Shape, config: Config, arch: Arch) -> float:
-    """Predicted microseconds, from published figures and the audit; see prior.py."""
-    from tilewise.kernels.paged_mqa_logits.gfx950 import prior
-
-    return prior.prior_us(shape, config, arch)
