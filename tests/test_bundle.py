@@ -8,6 +8,7 @@ import random
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -263,6 +264,25 @@ def test_publish_promote_and_rollback(tmp_path: Path) -> None:
     for wrong in ("", "abc", "0" * 12, "../" * 5):
         with pytest.raises(InvalidBundleError, match="version must name one of"):
             registry.promote(trained.OP, "h200", wrong, tmp_path)
+
+
+def test_publishing_at_once_loses_no_version_and_tears_no_file(tmp_path: Path) -> None:
+    made = [trained.bundle(), other_bundle()]
+    seen: list[str] = []
+    with ThreadPoolExecutor(6) as pool:
+        for _ in range(5):
+            done = [pool.submit(registry.publish, made[at % 2], tmp_path) for at in range(6)]
+            while not all(one.done() for one in done):
+                path = registry.current(trained.OP, "h200", tmp_path)
+                if path.parent.name == "versions":
+                    seen.append(Bundle.load(path).digest)
+            for one in done:
+                one.result()
+    folder = tmp_path / "models" / trained.OP / "h200"
+    assert {path.name for path in (folder / "versions").iterdir()} == {bundle.digest for bundle in made}
+    assert set(registry.history(trained.OP, "h200", tmp_path)) == {bundle.digest for bundle in made}
+    assert set(seen) <= {bundle.digest for bundle in made}
+    assert {path.name for path in folder.iterdir()} == {"versions", registry.POINTER, ".lock"}
 
 
 @pytest.mark.parametrize("text", ["", "nonsense\n", "0" * 64 + "\n", "../../x\n", "\x00"])

@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("sklearn")
@@ -35,6 +36,7 @@ from tilewise.models.choice import choose
 from tilewise.models.latency import train
 
 KNOWN = Shape(16, 6, 32, 128, 64, 32768)
+TIMES = ("latency_us", "latency_p20_us", "latency_p80_us")
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +155,23 @@ def test_a_gain_within_noise_leaves_the_default(folder: Path, tmp_path: Path) ->
     assert (decision.config, decision.source) == (default, "exact")
     assert -0.01 < decision.margin < 0
     assert "noise margin" in decision.reason
+
+
+def test_two_profiles_that_differ_by_noise_differ_in_ties_only(tmp_path: Path) -> None:
+    choosers = []
+    for seed in (1, 2):
+        random = np.random.default_rng(seed)
+
+        def noisy(row: dict[str, Any], random: np.random.Generator = random) -> dict[str, Any]:
+            factor = float(np.exp(random.normal(0.0, 0.003)))
+            return {**row, **{name: row[name] * factor for name in TIMES}}
+
+        choosers.append(retrained(noisy, tmp_path / str(seed)))
+    for shape in trained.SHAPES:
+        one, two = (chooser.select(shape) for chooser in choosers)
+        times = {each.config: each.predicted_us for each in choosers[0].rank(shape)}
+        # The other's pick is in the first one's tie band: both margins, since both sides are noisy.
+        assert times[two.config] <= times[one.config] * (1 + 2 * choosers[0].bundle.noise_margin)
 
 
 def test_a_config_that_failed_is_not_chosen(tmp_path: Path) -> None:
@@ -302,6 +321,12 @@ def test_any_shape_gets_a_valid_config_and_the_server_can_write_it(every_state: 
         ranked = chooser.rank(shape)
         assert ranked[0].config == decision.config
         assert len({one.config for one in ranked}) == len(ranked)
+
+
+@pytest.mark.parametrize("batch_size", [4096, 8192, 16384, 32768])
+def test_large_batches_are_answered(chooser: Selector, batch_size: int) -> None:
+    shape = Shape(batch_size, 8, 64, 128, 64, 4096)
+    assert is_valid(shape, chooser.select(shape).config, trained.ARCH) is None
 
 
 def test_a_shape_that_no_kernel_serves_is_a_typed_error(chooser: Selector) -> None:
