@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 from collections.abc import Iterator
@@ -93,6 +94,11 @@ def m_curve() -> Iterator[Target]:
         yield target(16, 1, heads, 131072)
 
 
+def _preshuffled(t: Target) -> Target:
+    """The target with the page layout that serving uses on AMD."""
+    return dataclasses.replace(t, shape=dataclasses.replace(t.shape, cache_layout="preshuffled"))
+
+
 SETS = ("profile", "judging", "grid-72", "m-curve", "smoke")
 
 
@@ -115,6 +121,8 @@ def named_set(name: str, arch: Arch) -> list[Target]:
         targets = [target(1, 1, 32, 4096, judged=True), target(16, 6, 32, 32768), target(7, 5, 64, 3000)]
     else:
         raise InvalidShapeError(f"the shape set must be one of {', '.join(SETS)}, or a file, got {name!r}")
+    if arch.isa == "gfx950":
+        targets = [_preshuffled(t) for t in targets]
     # A judged target comes first, so it wins over the same shape elsewhere.
     return list({(t.shape, t.contexts): t for t in reversed(targets)}.values())[::-1]
 

@@ -52,7 +52,7 @@ class Timing:
 
 
 class PagePool:
-    """Device memory full of cache pages of one layout, flat: values, then fp32 scales."""
+    """Device memory full of cache pages: values, then fp32 scales. Random values serve either layout."""
 
     def __init__(self, num_blocks: int, block_kv: int, head_dim: int, seed: int = 0) -> None:
         self.block_kv, self.head_dim, self.num_blocks = block_kv, head_dim, num_blocks
@@ -140,8 +140,9 @@ def make_problem(
         launches=_launches(shape, arch, tables),
     )
     problem.expected, problem.work = reference_logits(
-        problem.q, problem.kv_cache, problem.weights, lens, block_tables[0], logits_width, dtype=torch.float32
-    )
+        problem.q, problem.kv_cache, problem.weights, lens, block_tables[0], logits_width, dtype=torch.float32,
+        cache_layout=shape.cache_layout,
+    )  # fmt: skip
     return problem
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tilewise.kernels.paged_mqa_logits.spec import CacheLayout
+
 
 def reference_logits(
     q: Tensor,
@@ -16,6 +18,7 @@ def reference_logits(
     *,
     dtype: torch.dtype = torch.float64,
     untouched: float = float("nan"),
+    cache_layout: CacheLayout = "flat",
 ) -> tuple[Tensor, Tensor]:
     """Logits and the work behind each, for judging errors relative to it.
 
@@ -46,7 +49,10 @@ def reference_logits(
         if extent == 0:
             continue
         pages = kv_cache[block_tables[b, : -(-extent // block_kv)].long()].flatten(1)  # [pages, block_kv * (d + 4)]
-        k = pages[:, : block_kv * head_dim].contiguous().view(torch.float8_e4m3fn)
+        k = pages[:, : block_kv * head_dim].contiguous()
+        if cache_layout == "preshuffled":  # tiles of 16 tokens x 16 bytes
+            k = k.view(-1, block_kv // 16, head_dim // 16, 16, 16).transpose(2, 3).reshape(k.shape)
+        k = k.view(torch.float8_e4m3fn)
         k = k.to(dtype).view(-1, head_dim)[:extent]  # [extent, head_dim]
         k_scale = pages[:, block_kv * head_dim :].contiguous().view(torch.float32)
         k_scale = k_scale.to(dtype).flatten()[:extent]  # [extent]

@@ -9,14 +9,16 @@ from tilewise.errors import InvalidTensorError
 from tilewise.kernels.paged_mqa_logits.gfx950 import build
 from tilewise.kernels.paged_mqa_logits.gfx950.kernels import _paged_mqa_logits_kernel
 from tilewise.kernels.paged_mqa_logits.spec import MAX_NEXT_N, Config, Shape
+from tilewise.kernels.paged_mqa_logits.traits import Traits
 
 MAX_BYTES_32 = 1 << 31  # what a 32-bit offset within a request may reach
 MAX_INT32 = MAX_BYTES_32 - 1
 
 
-def launch_key(shape: Shape, config: Config, lens_2d: bool) -> tuple[object, ...]:
+def launch_key(shape: Shape, config: Config, traits: Traits) -> tuple[object, ...]:
     """Everything that decides which binary runs."""
-    return (*build.constexprs(shape, config, lens_2d).values(), config.num_warps, config.waves_per_eu)
+    constants = build.constexprs(shape, config, traits.per_token_lens)
+    return ("gfx950", *constants.values(), config.num_warps, config.waves_per_eu)
 
 
 def launch(
@@ -29,6 +31,7 @@ def launch(
     max_columns: int,
     shape: Shape,
     config: Config,
+    traits: Traits,
 ) -> None:
     """One launch of batch_size x token groups x split_kv programs.
 
@@ -44,7 +47,7 @@ def launch(
         weights,
         out,
         *numbers.values(),
-        **build.constexprs(shape, config, context_lens.dim() == 2),
+        **build.constexprs(shape, config, traits.per_token_lens),
         num_warps=config.num_warps,
         waves_per_eu=config.waves_per_eu,
     )
