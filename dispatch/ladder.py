@@ -104,10 +104,11 @@ def assess(shape: Shape, arch: Arch, known: Knowledge, *, use_exact: bool = True
         return _prior(found, arch, "default_unknown", found.notes[at])
     index = bundle.exact.find(shape)
     measured = {} if index is None else bundle.exact.times(index)
-    for i, config in enumerate(configs):
-        time = measured.get(config)
-        if time is not None and time != time:
-            found.notes.setdefault(i, FAILED)
+    if measured:
+        for i, config in enumerate(configs):
+            time = measured.get(config)
+            if time is not None and time != time:
+                found.notes.setdefault(i, FAILED)
     usable = [i for i in range(len(configs)) if i not in found.notes]
     if not usable:
         return _prior(found, arch, "all_failed", "every config failed when this shape was measured")
@@ -144,15 +145,17 @@ def fallback(shape: Shape, default: Config, known: Knowledge) -> Assessment:
 
 def _note_kernels(found: Assessment, bundle: Bundle, known: Knowledge) -> None:
     """Mark the configs of kernels whose timings are stale or missing."""
-    for i, config in enumerate(found.configs):
-        if config.kernel in known.stale:
-            found.notes[i] = known.stale[config.kernel]
-        elif config.kernel not in bundle.kernel_hashes:
-            found.notes[i] = f"kernel {config.kernel} is not in the bundle"
+    unknown = {config.kernel for config in found.configs} - bundle.kernel_hashes.keys()
     if known.stale:
         found.misses.append("stale_kernel")
-    if any(c.kernel not in bundle.kernel_hashes for c in found.configs):
+    if unknown:
         found.misses.append("unmeasured_kernel")
+    if known.stale or unknown:
+        for i, config in enumerate(found.configs):
+            if config.kernel in known.stale:
+                found.notes[i] = known.stale[config.kernel]
+            elif config.kernel in unknown:
+                found.notes[i] = f"kernel {config.kernel} is not in the bundle"
 
 
 def _choose(found: Assessment, bundle: Bundle, known: Knowledge, source: Source) -> Assessment:
