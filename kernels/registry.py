@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import io
+import tokenize
 from dataclasses import dataclass
 from importlib import resources
 
@@ -12,7 +14,7 @@ from tilewise.errors import UnsupportedError
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One implementation of an op: its name in Config.kernel, and the files that decide what it computes and how fast."""
+    """One implementation of an op: its name in Config.kernel, and the files that decide what it does and how fast."""
 
     op: str
     name: str
@@ -32,7 +34,7 @@ KERNELS: dict[str, Kernel] = {
 
 @functools.cache
 def kernel_source_hash(name: str) -> str:
-    """Sixteen hex digits over the kernel's source files; blank lines and whole-line comments do not count.
+    """Sixteen hex digits over the kernel's source files; comments and layout do not count.
 
     A timing or a test result names the hash of what ran, and is stale when it differs from this.
     Raises UnsupportedError for a name that is not registered.
@@ -42,7 +44,19 @@ def kernel_source_hash(name: str) -> str:
     digest = hashlib.sha256()
     for source in KERNELS[name].sources:
         text = resources.files("tilewise").joinpath(source).read_text(encoding="utf-8")
-        lines = [line.rstrip() for line in text.splitlines()]
-        kept = [line for line in lines if line and not line.lstrip().startswith("#")]
-        digest.update("\n".join([source, *kept, ""]).encode())
+        digest.update("\n".join([source, *_code(text), ""]).encode())
     return digest.hexdigest()[:16]
+
+
+def _code(text: str) -> list[str]:
+    """The tokens of a source file, without what a formatter may change: comments, line breaks, a last comma."""
+    skipped = (tokenize.COMMENT, tokenize.NL, tokenize.ENCODING, tokenize.ENDMARKER)
+    blocks = {tokenize.INDENT: "<indent>", tokenize.DEDENT: "<dedent>", tokenize.NEWLINE: "<newline>"}
+    kept: list[str] = []
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type in skipped:
+            continue
+        if token.string in (")", "]", "}") and kept[-1:] == [","]:
+            kept.pop()
+        kept.append(blocks.get(token.type, token.string))
+    return kept

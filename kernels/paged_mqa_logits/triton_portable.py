@@ -33,7 +33,18 @@ def _first_token(fuse_n, dot_n, i):
 
 
 @triton.jit
-def _load_queries(q_ptr, w_ptr, token, next_n, stride_w, TOKENS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WEIGHTS_DENSE: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+def _load_queries(
+    q_ptr,
+    w_ptr,
+    token,
+    next_n,
+    stride_w,
+    TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WEIGHTS_DENSE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     # Values [TOKENS * HEADS, HEAD_DIM] and weights [TOKENS * HEADS] of one piece; tokens past the last read as zero.
     row = tl.arange(0, TOKENS * HEADS)
     t = token + row // HEADS
@@ -53,7 +64,25 @@ def _load_queries(q_ptr, w_ptr, token, next_n, stride_w, TOKENS: tl.constexpr, H
 
 
 @triton.jit
-def _score_piece(k, k_scale, pos, q, w, bounds, out_ptr, token, next_n, extent, stride_out, TOKENS: tl.constexpr, HEADS: tl.constexpr, TILE_KV: tl.constexpr, KV_IS_M: tl.constexpr, MASKED: tl.constexpr, PER_TOKEN: tl.constexpr):  # fmt: skip
+def _score_piece(
+    k,
+    k_scale,
+    pos,
+    q,
+    w,
+    bounds,
+    out_ptr,
+    token,
+    next_n,
+    extent,
+    stride_out,
+    TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    TILE_KV: tl.constexpr,
+    KV_IS_M: tl.constexpr,
+    MASKED: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
+):
     # `bounds`: how many columns each token of the piece scores; later ones below the extent become -inf.
     # The scale of a cached token is positive and common to all heads, so it is applied once, after the sum.
     t = token + tl.arange(0, TOKENS)
@@ -155,7 +184,18 @@ def _paged_mqa_logits_kernel(
     weights = ()
     bounds = ()
     for i in tl.static_range(PIECES):
-        q, w = _load_queries(q_ptr, w_ptr, token0 + _first_token(FUSE_N, DOT_N, i), next_n, stride_w, _tokens(FUSE_N, DOT_N, i), HEADS, HEAD_DIM, WEIGHTS_DENSE, MASKED)  # fmt: skip
+        q, w = _load_queries(
+            q_ptr,
+            w_ptr,
+            token0 + _first_token(FUSE_N, DOT_N, i),
+            next_n,
+            stride_w,
+            _tokens(FUSE_N, DOT_N, i),
+            HEADS,
+            HEAD_DIM,
+            WEIGHTS_DENSE,
+            MASKED,
+        )
         queries = queries + (q,)
         weights = weights + (w,)
         if LENS_2D:
@@ -183,4 +223,22 @@ def _paged_mqa_logits_kernel(
             k = tl.load(kv_ptr + (pages * STRIDE_PAGE + slot * HEAD_DIM)[:, None] + d[None, :])
             k_scale = tl.load(scale_ptr + pages * (STRIDE_PAGE // 4) + BLOCK_KV * HEAD_DIM // 4 + slot)
         for i in tl.static_range(PIECES):
-            _score_piece(k, k_scale, pos, queries[i], weights[i], bounds[i], out_ptr, token0 + _first_token(FUSE_N, DOT_N, i), next_n, extent, stride_out, _tokens(FUSE_N, DOT_N, i), HEADS, TILE_KV, KV_IS_M, MASKED, LENS_2D)  # fmt: skip
+            _score_piece(
+                k,
+                k_scale,
+                pos,
+                queries[i],
+                weights[i],
+                bounds[i],
+                out_ptr,
+                token0 + _first_token(FUSE_N, DOT_N, i),
+                next_n,
+                extent,
+                stride_out,
+                _tokens(FUSE_N, DOT_N, i),
+                HEADS,
+                TILE_KV,
+                KV_IS_M,
+                MASKED,
+                LENS_2D,
+            )
