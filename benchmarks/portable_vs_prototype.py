@@ -15,7 +15,12 @@ import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tilewise.kernels.arch import Arch
+    from tilewise.kernels.shape_sets import Target
+    from tilewise.kernels.timing import PagePool
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "portable_vs_prototype_h200.csv"
@@ -46,77 +51,83 @@ def summarise(path: Path) -> int:
 
 
 def measure(out: Path, rounds: int) -> None:
-    import torch
     from tilewise.kernels.arch import current_arch
     from tilewise.kernels.collect import FIRST_PASS, Step, _compile_ahead
-    from tilewise.kernels.paged_mqa_logits.spec import candidates
     from tilewise.kernels.shape_sets import grid_72
-    from tilewise.kernels.timing import PagePool, Timing, make_problem, time_candidates, time_interleaved
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    sys.path.insert(0, str(HERE / "prototype"))
-    from kernel import prototype
+    from tilewise.kernels.timing import PagePool
 
     arch = current_arch()
+    key = ("heads", "context_len", "batch_size", "next_n")
     with (HERE / "prototype" / "best_configs.csv").open() as file:
-        best = {
-            tuple(int(r[k]) for k in ("heads", "context_len", "batch_size", "next_n")): {k: int(v) for k, v in r.items()}
-            for r in csv.DictReader(file)
-        }
+        rows = [{name: int(value) for name, value in row.items()} for row in csv.DictReader(file)]
+    best = {tuple(row[name] for name in key): row for row in rows}
     targets = list(grid_72())
     _compile_ahead([Step(t, FIRST_PASS) for t in targets], arch, argparse.Namespace(jobs=16, budget=None, seed=0))
     pool = PagePool(131072, 64, 128)
-    kv8, ks = pool.kv_cache.view(torch.float8_e4m3fn), pool.kv_cache.view(torch.float32)
-    descriptor = TensorDescriptor(kv8, [pool.num_blocks * 66, 128], [128, 1], [64, 128])
-    rows: list[dict[str, Any]] = []
+    results = []
     for target in targets:
         shape = target.shape
-        problem = make_problem(shape, target.context_lens, pool, arch, logits_width=WIDTH)
-        timings = time_candidates(problem, candidates(shape, arch), arch, rounds=5)
-        good = sorted((t for t in timings if t.status == "correct"), key=lambda t: t.median_us)[:3]
         old = best[shape.heads, shape.max_context_len, shape.batch_size, shape.next_n]
-        tables = torch.zeros(len(problem.block_tables), shape.batch_size, TABLE, dtype=torch.int32, device="cuda")
-        tables[:, :, : problem.block_tables[0].shape[1]] = torch.stack(problem.block_tables)
-        groups = shape.next_n // old["fuse_n"]
-        launch = prototype[(groups * old["split_kv"] * shape.batch_size,)]
-        kv = descriptor if old["tma"] else kv8
-
-        def go_prototype(turn: int) -> None:
-            launch(
-                problem.q, kv, ks, tables[turn % len(tables)], problem.context_lens, problem.weights, problem.out,
-                shape.next_n, groups, old["split_kv"], F=old["fuse_n"], G=old["dot_n"], H=shape.heads, D=128,
-                BN=old["tile_kv"], TMA=old["tma"], STAGES=old["num_stages"], BTS=TABLE, OUTS=WIDTH,
-                num_warps=old["num_warps"],
-            )  # fmt: skip
-
-        go_prototype(0)
-        proto = Timing(good[0].config)
-        runs: list[tuple[Timing, Callable[[int], None]]] = [(proto, go_prototype)]
-        for timing in good:
-            timing.samples_us = []
-            runs.append((timing, lambda turn, config=timing.config: problem.launch(config, turn)))  # type: ignore[misc]
-        small = problem.footprint_bytes / len(problem.block_tables) < arch.last_level_cache_bytes
-        time_interleaved(runs, problem.launches, rounds, flush=small)
-        ours = min(good, key=lambda t: t.median_us)
-        rows.append(
-            {
-                "heads": shape.heads,
-                "context_len": shape.max_context_len,
-                "batch_size": shape.batch_size,
-                "next_n": shape.next_n,
-                "prototype_us": round(proto.median_us, 3),
-                "portable_us": round(ours.median_us, 3),
-                "portable_config": str(ours.config),
-                "device": torch.cuda.get_device_name(),
-                "triton": __import__("triton").__version__,
-            }
-        )
-        print(*list(rows[-1].values())[:7], flush=True)
+        results.append(duel(target, pool, arch, old, rounds))
+        print(*list(results[-1].values())[:7], flush=True)
     out.parent.mkdir(parents=True, exist_ok=True)
     with out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
+        writer = csv.DictWriter(file, results[0])
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows(results)
+
+
+def duel(target: Target, pool: PagePool, arch: Arch, old: dict[str, int], rounds: int) -> dict[str, Any]:
+    """Find our best three candidates for the target, then time them and the prototype in turn; one result row."""
+    import torch
+    import triton
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    from tilewise.kernels.paged_mqa_logits.spec import Config, candidates
+    from tilewise.kernels.timing import Timing, make_problem, time_candidates, time_interleaved
+
+    sys.path.insert(0, str(HERE / "prototype"))
+    from kernel import prototype  # type: ignore[import-not-found]
+
+    shape = target.shape
+    problem = make_problem(shape, target.context_lens, pool, arch, logits_width=WIDTH)
+    timings = time_candidates(problem, candidates(shape, arch), arch, rounds=5)
+    good = sorted((t for t in timings if t.status == "correct"), key=lambda t: t.median_us)[:3]
+    tables = torch.zeros(len(problem.block_tables), shape.batch_size, TABLE, dtype=torch.int32, device="cuda")
+    tables[:, :, : problem.block_tables[0].shape[1]] = torch.stack(problem.block_tables)
+    groups = shape.next_n // old["fuse_n"]
+    kv8, ks = pool.kv_cache.view(torch.float8_e4m3fn), pool.kv_cache.view(torch.float32)
+    descriptor = TensorDescriptor(kv8, [pool.num_blocks * 66, 128], [128, 1], [64, 128])
+
+    def run_prototype(turn: int) -> None:
+        prototype[(groups * old["split_kv"] * shape.batch_size,)](
+            problem.q, descriptor if old["tma"] else kv8, ks, tables[turn % len(tables)], problem.context_lens,
+            problem.weights, problem.out, shape.next_n, groups, old["split_kv"], F=old["fuse_n"], G=old["dot_n"],
+            H=shape.heads, D=128, BN=old["tile_kv"], TMA=old["tma"], STAGES=old["num_stages"], BTS=TABLE, OUTS=WIDTH,
+            num_warps=old["num_warps"],
+        )  # fmt: skip
+
+    def ours(config: Config) -> Callable[[int], None]:
+        return lambda turn: problem.launch(config, turn)
+
+    run_prototype(0)
+    theirs = Timing(good[0].config)
+    for timing in good:
+        timing.samples_us = []
+    runs = [(theirs, run_prototype), *((timing, ours(timing.config)) for timing in good)]
+    time_interleaved(runs, problem.launches, rounds, flush=problem.needs_flush(arch))
+    best = min(good, key=lambda t: t.median_us)
+    return {
+        "heads": shape.heads,
+        "context_len": shape.max_context_len,
+        "batch_size": shape.batch_size,
+        "next_n": shape.next_n,
+        "prototype_us": round(theirs.median_us, 3),
+        "portable_us": round(best.median_us, 3),
+        "portable_config": str(best.config),
+        "device": torch.cuda.get_device_name(),
+        "triton": triton.__version__,
+    }
 
 
 if __name__ == "__main__":

@@ -105,6 +105,10 @@ def cases() -> list[Case]:
             config = Config.from_dict(config.to_dict() | {"epilogue": epilogue})
             name = f"n{next_n} f{config.fuse_n} g{config.dot_n} c{config.consumers}/{config.token_split} {epilogue}"
             found.append(Case(name, config, next_n))
+    found += [
+        Case(f"two tiles n{n} {e}", cfg(n, min(n, 2), 2, split, tile_kv=128, epilogue=e), n, runs=5)
+        for n, split in ((1, 1), (2, 1), (3, 2), (4, 2), (4, 1), (5, 2)) for e in ("add", "abs")
+    ]  # fmt: skip
     found += [Case(f"h32 dot4 n{n}", cfg(n, 4, 2), n, heads=32) for n in (4, 5, 6, 7, 8)]
     found += [Case(f"h16 dot4 n{n}", cfg(n, 4, 3), n, heads=16) for n in (5, 7)]
     found += [
@@ -254,6 +258,8 @@ def to_time(shape: Shape) -> list[Config]:
             epilogues += ["add-shuffle", "tf32", "bf16"] if index < 3 else []
         if c.schedule == "even":
             epilogues = ["add"]
+        elif c in whole and (c.consumers, c.token_split) in ((2, 1), (2, 2), (3, 3)):
+            own += [Config.from_dict(c.to_dict() | {"tile_kv": 128, "epilogue": e}) for e in ("add", "abs")]
         own += [Config.from_dict(c.to_dict() | {"epilogue": e}) for e in epilogues]
     own = [c for c in dict.fromkeys(own) if space.why_invalid(shape, c, arch) is None]
     listed = dict.fromkeys(portable_space.candidates(shape, arch))

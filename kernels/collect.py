@@ -145,7 +145,7 @@ def _do_step(
     step: Step, pool: Any, arch: Arch, args: argparse.Namespace, environment: dict[str, Any], run_dir: Path
 ) -> list[dict[str, Any]]:
     """Time every candidate of one shape, then duel the best; returns the rows."""
-    from tilewise.kernels.timing import Timing, make_problem, time_candidates, time_interleaved
+    from tilewise.kernels.timing import Timing, make_problem, time_again, time_candidates
 
     target = step.target
     known_bad = _failures(run_dir, step)
@@ -170,9 +170,7 @@ def _do_step(
             for rank, timing in enumerate(correct)
             if rank < DUEL_SIZE or timing.config == default
         ]
-        runs = [(t, lambda turn, config=t.config: problem.launch(config, turn)) for t in duel]  # type: ignore[misc]
-        small = problem.footprint_bytes / len(problem.block_tables) < arch.last_level_cache_bytes
-        time_interleaved(runs, problem.launches, args.duel_rounds, flush=small, seed=seed)
+        time_again(problem, duel, arch, rounds=args.duel_rounds, seed=seed)
         rows += [(timing, DUEL_PASS) for timing in duel if timing.samples_us]
     after = _clock_mhz()
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
@@ -333,7 +331,7 @@ def _driver() -> str | None:
 
         pynvml.nvmlInit()
         return str(pynvml.nvmlSystemGetDriverVersion())
-    except Exception:  # noqa: BLE001 - no NVML here: the column is null
+    except Exception:  # no NVML here: the column is null
         return None
 
 
@@ -342,5 +340,5 @@ def _clock_mhz() -> int | None:
         import torch
 
         return int(torch.cuda.clock_rate())
-    except Exception:  # noqa: BLE001 - neither NVML nor ROCm SMI here: the column is null
+    except Exception:  # neither NVML nor ROCm SMI here: the column is null
         return None

@@ -74,7 +74,9 @@ def sampled(arch: Arch, count: int, *, seed: int, judged: bool, most_us: float =
         next_n = pick.randint(1, 8)
         contexts = pick.choices(DISTRIBUTIONS, (70, 12, 12, 6))[0]
         # Other page sizes only where the head counts of today's models meet them, to keep compile times down.
-        block_kv = pick.choices((64, 16, 128, 256), (85, 5, 5, 5))[0] if heads in (32, 64) and next_n in (1, 4, 6) else 64
+        block_kv = 64
+        if heads in (32, 64) and next_n in (1, 4, 6):
+            block_kv = pick.choices((64, 16, 128, 256), (85, 5, 5, 5))[0]
         batch_size = pick.choice(BATCH_SIZES)
         if batch_size < 4:
             contexts = "uniform"

@@ -87,6 +87,10 @@ class Problem:
     footprint_bytes: int
     launches: int  # per captured graph
 
+    def needs_flush(self, arch: Arch) -> bool:
+        """Whether one launch's pages fit in the cache, so that another candidate's could still be there."""
+        return self.footprint_bytes / len(self.block_tables) < arch.last_level_cache_bytes
+
     def launch(self, config: Config, turn: int = 0) -> None:
         """One launch with the block table of this turn."""
         table = self.block_tables[turn % len(self.block_tables)]
@@ -164,7 +168,7 @@ def check(problem: Problem, config: Config, arch: Arch) -> Timing:
     try:
         problem.launch(config)
         torch.cuda.synchronize()
-    except Exception as error:  # noqa: BLE001 - whatever a compiler or driver raises is a row, not the end of the run
+    except Exception as error:  # whatever a compiler or driver raises is a row, not the end of the run
         timing.status = "runtime" if _is_device_error(error) else "compile"
         timing.reason = f"{type(error).__name__}: {str(error).strip()[-300:]}"
         return timing
@@ -201,7 +205,7 @@ def time_interleaved(
                 for turn in range(launches):
                     go(turn)
                 graph.capture_end()
-            except Exception as error:  # noqa: BLE001 - see check
+            except Exception as error:  # see check
                 timing.status, timing.reason = "runtime", f"capture: {type(error).__name__}: {str(error)[-300:]}"
                 continue
             order.append((timing, graph))
@@ -221,18 +225,22 @@ def time_interleaved(
         graph.reset()
 
 
+def time_again(problem: Problem, timings: Sequence[Timing], arch: Arch, *, rounds: int, seed: int = 0) -> None:
+    """Time candidates that were checked before, interleaved, adding to their samples."""
+
+    def runner(config: Config) -> Callable[[int], None]:
+        return lambda turn: problem.launch(config, turn)
+
+    runs = [(timing, runner(timing.config)) for timing in timings]
+    time_interleaved(runs, problem.launches, rounds, flush=problem.needs_flush(arch), seed=seed)
+
+
 def time_candidates(
     problem: Problem, configs: Sequence[Config], arch: Arch, *, rounds: int, seed: int = 0
 ) -> list[Timing]:
     """Check every candidate, then time the correct ones interleaved. One Timing per config, in order."""
     timings = [check(problem, config, arch) for config in configs]
-    runs = [
-        (timing, lambda turn, config=timing.config: problem.launch(config, turn))  # type: ignore[misc]
-        for timing in timings
-        if timing.status == "correct"
-    ]
-    small = problem.footprint_bytes / max(1, len(problem.block_tables)) < arch.last_level_cache_bytes
-    time_interleaved(runs, problem.launches, rounds, flush=small, seed=seed)
+    time_again(problem, [timing for timing in timings if timing.status == "correct"], arch, rounds=rounds, seed=seed)
     for timing in timings:
         if timing.status == "correct" and not timing.samples_us:
             timing.status, timing.reason = "runtime", "every sample had an elapsed time of zero or less"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tilewise.kernels.paged_mqa_logits.spec import Config
-
 from paged_cache import Problem, make_problem
+
+from tilewise.kernels.paged_mqa_logits.spec import Config
 
 
 @dataclass(frozen=True)

@@ -186,14 +186,18 @@ def test_cache_stride_rules() -> None:
     problem = make_problem([100], next_n=1, heads=32, page_stride=64 * 132 + 4)
     with pytest.raises(InvalidTensorError, match="multiple of 16"):
         paged_mqa_logits(*problem.arguments, config=Config())
-    overlapping = torch.as_strided(make_problem([100], next_n=1, heads=32).kv_cache, (4, 64, 1, 132), (1024, 132, 132, 1))
+    overlapping = torch.as_strided(
+        make_problem([100], next_n=1, heads=32).kv_cache, (4, 64, 1, 132), (1024, 132, 132, 1)
+    )
     plain = make_problem([100], next_n=1, heads=32)
     with pytest.raises(InvalidTensorError, match="page stride of at least"):
         paged_mqa_logits(plain.q, overlapping, *plain.arguments[2:], config=Config())
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [Config(fuse_n=4, dot_n=4), Config(), Config(fuse_n=4, dot_n=2, mma_m="heads")], ids=str)
+@pytest.mark.parametrize(
+    "config", [Config(fuse_n=4, dot_n=4), Config(), Config(fuse_n=4, dot_n=2, mma_m="heads")], ids=str
+)
 def test_rows_past_2_gib_of_output(config: Config) -> None:
     """Row 512 of a million columns starts at 2 GiB: every row written, and equal to a compact-width run."""
     lens = [3000] * 129

@@ -37,7 +37,8 @@ def test_layout_and_comments_do_not_count() -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new"), [("return b", "return a"), ("(a, b):", "(b, a):"), ("        return (a", "        pass\n    return (a")]
+    ("old", "new"),
+    [("return b", "return a"), ("(a, b):", "(b, a):"), ("        return (a", "        pass\n    return (a")],
 )
 def test_code_and_its_nesting_count(old: str, new: str) -> None:
     assert old in SOURCE

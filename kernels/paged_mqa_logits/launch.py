@@ -57,7 +57,7 @@ _warmed: set[tuple[object, ...]] = set()
 @functools.cache
 def launcher(kernel: str) -> Launcher:
     """The launch module of a kernel named in LAUNCHERS."""
-    return importlib.import_module(LAUNCHERS[kernel])  # type: ignore[return-value]
+    return importlib.import_module(LAUNCHERS[kernel])
 
 
 def paged_mqa_logits(
@@ -170,7 +170,7 @@ def _check(
     q: Tensor, kv_cache: Tensor, weights: Tensor, context_lens: Tensor, block_tables: Tensor, max_model_len: int,
     cache_layout: CacheLayout,
 ) -> Shape:  # fmt: skip
-    """The launch shape of these tensors (its context left at 0), or InvalidTensorError saying what is wrong with which."""
+    """The launch shape of these tensors, its context left at 0; InvalidTensorError says what is wrong with which."""
     _want(q.dim() == 4, "q", "have 4 dimensions [batch_size, next_n, heads, head_dim]", q)
     batch_size, next_n, heads, head_dim = q.shape
     rows = batch_size * next_n
@@ -202,8 +202,10 @@ def _check(
     )  # fmt: skip
     _want(kv_cache.data_ptr() % 16 == 0, "kv_cache", "start at a multiple of 16 bytes", kv_cache)
 
-    _want(tuple(weights.shape) == (rows, heads), "weights", f"be [{rows}, {heads}] (batch_size * next_n, heads)", weights)
-    _want(weights.dtype == torch.float32 and weights.stride(1) == 1, "weights", "be float32 with contiguous rows", weights)
+    rule = f"be [{rows}, {heads}] (batch_size * next_n, heads)"
+    _want(tuple(weights.shape) == (rows, heads), "weights", rule, weights)
+    rule = "be float32 with contiguous rows"
+    _want(weights.dtype == torch.float32 and weights.stride(1) == 1, "weights", rule, weights)
     _want(
         tuple(context_lens.shape) in ((batch_size,), (batch_size, next_n)),
         "context_lens", f"be [{batch_size}] or [{batch_size}, {next_n}]", context_lens,

@@ -1,4 +1,4 @@
-"""Paged MQA logits in plain PyTorch, one request at a time: the meaning of the op, and what the kernels are checked by."""
+"""Paged MQA logits in plain PyTorch, one request at a time: the meaning of the op, and what kernels are checked by."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class Config:
 
     @property
     def variant(self) -> str:
-        """"per_next_n" or "fused_m"."""
+        """ "per_next_n" or "fused_m"."""
         return "per_next_n" if self.fuse_n == 1 else "fused_m"
 
     def groups(self, next_n: int) -> int:
@@ -156,11 +156,11 @@ SPACES: dict[str, str] = {
 @functools.cache
 def space(kernel: str) -> Space:
     """The space module of a kernel named in SPACES."""
-    return importlib.import_module(SPACES[kernel])  # type: ignore[return-value]
+    return importlib.import_module(SPACES[kernel])
 
 
 def is_valid(shape: Shape, config: Config, arch: Arch) -> str | None:
-    """Why this config cannot launch, or None. The only statement of it: sweep, selector, launcher and tests call this."""
+    """Why this config cannot launch, or None. The only statement of it: sweep, selector, launcher and tests call it."""
     if config.kernel not in SPACES:
         return f"kernel must be one of {', '.join(SPACES)}, got {config.kernel!r}"
     own = space(config.kernel)
