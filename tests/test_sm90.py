@@ -88,7 +88,8 @@ def test_every_served_shape_has_a_valid_default_and_candidates(heads: int, head_
         ({"split_kv": 2}, {}, "split_kv must be 1"),
         ({"num_stages": 30}, {}, "shared memory"),
         ({"ctas_per_sm": 3, "consumers": 2, "fuse_n": 4, "dot_n": 2}, {}, "registers"),
-        ({"tile_kv": 128}, {}, "tile_kv must be 64"),
+        ({"tile_kv": 256}, {}, "tile_kv must be 64"),
+        ({"tile_kv": 128, "num_stages": 2}, {}, "at least 4"),
     ],
 )
 def test_what_may_not_launch_says_why(change: dict, shape_change: dict, words: str) -> None:
@@ -119,6 +120,7 @@ COMPILED = {
     "n6 tokens split": (Shape(64, 6, 64), config(6, 2, 3, 3, epilogue="mix"), False),
     "n7 of 4, 2 and 1, any batch": (Shape(3000, 7, 16, 128, 128), config(7, 4), False),
     "n4 bf16": (Shape(64, 4, 64), config(4, 2, epilogue="bf16"), False),
+    "n2 two tiles": (Shape(64, 2, 64), config(2, 2, tile_kv=128), False),
     "n6 tf32": (Shape(64, 6, 64), config(6, 2, 3, 3, epilogue="tf32"), False),
 }
 
@@ -130,7 +132,9 @@ def test_compiles_without_spills_and_with_as_many_products_as_planned(name: str)
     code = sass(shape, given, lens_2d)
     assert not re.findall(r"\b(?:LDL|STL)\b", code), "registers were spilled"
     # Every consumer has its own code; a group of query tokens with fewer of them has another copy.
+    # With two tiles a step, there is a loop for two and one for the last.
     planned = 0
+    loops = 3 if given.tile_kv == 128 else 1
     for tokens in {given.fuse_n, shape.next_n % given.fuse_n or given.fuse_n}:
         for consumer in range(given.consumers):
             part = consumer % given.token_split
@@ -138,7 +142,7 @@ def test_compiles_without_spills_and_with_as_many_products_as_planned(name: str)
                 pieces.first_token(tokens, given.dot_n, given.token_split, p) for p in (part, part + 1)
             )  # fmt: skip
             planned += pieces.piece_count(last - first, given.dot_n) + (given.epilogue == "abs")
-    assert len(re.findall(r"\bQGMMA\b", code)) == planned * shape.head_dim // 32
+    assert len(re.findall(r"\bQGMMA\b", code)) == loops * planned * shape.head_dim // 32
 
 
 GPU_CASES = {
@@ -150,6 +154,9 @@ GPU_CASES = {
     **{
         f"n{n} abs": (RAGGED, n, config(n, 2 if n > 1 else 1, 2, split, epilogue="abs"), {})
         for n, split in ((1, 1), (2, 1), (3, 2), (4, 1), (5, 2), (6, 2), (7, 2), (8, 2))
+    },
+    **{
+        f"two tiles n{n}": (RAGGED, n, config(n, min(n, 2), 2, s, tile_kv=128), {}) for n, s in ((1, 1), (2, 1), (4, 2))
     },
     "groups with a rest": (RAGGED, 5, config(2, 2), {}),
     "per-next_n": (RAGGED, 6, config(1, 1, 1, ctas_per_sm=3, num_stages=4), {}),

@@ -6,6 +6,7 @@ from typing import Any
 
 from tilewise.kernels.paged_mqa_logits.sm90 import compat, space
 from tilewise.kernels.paged_mqa_logits.sm90.kernels import _paged_mqa_logits_kernel
+from tilewise.kernels.paged_mqa_logits.sm90.pieces import TILE_KV
 from tilewise.kernels.paged_mqa_logits.spec import Config, Shape
 
 # Requests that one step of the device-side schedule counts; the smallest that covers the batch, or the largest.
@@ -50,6 +51,7 @@ def constants(shape: Shape, config: Config, lens_2d: bool) -> dict[str, Any]:
         "KEEP_WEIGHTS": space.keeps_weights(shape, config),
         "BALANCED": balanced,
         "LENS_2D": lens_2d and shape.next_n > 1,
+        "TILES": config.tile_kv // TILE_KV,
         "CHUNK": min(covered, CHUNKS[-1]) if balanced else 32,
         "CHUNKS": balanced and covered > CHUNKS[-1],
         "SECOND_SLOTS": space.second_slots(config),

@@ -230,9 +230,7 @@ def _quad_sums(p, sums, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def _store_tokens(
-    p, y, scale, row, request, token, length, extent, column, masked, FIRST: gl.constexpr, COUNT: gl.constexpr
-):
+def _store_tokens(p, y, scale, part, column, masked, FIRST: gl.constexpr, COUNT: gl.constexpr):
     # y [64, slots]: sums of COUNT query tokens, the consumer's token FIRST and those after it; further slots are spare.
     ROWS: gl.constexpr = gl.SliceLayout(1, y.type.layout)
     SLOTS: gl.constexpr = gl.SliceLayout(0, y.type.layout)
@@ -241,16 +239,16 @@ def _store_tokens(
     if p.RELU == "add" or p.RELU == "abs":
         scale = scale * 0.5
     y = y * gl.expand_dims(gl.convert_layout(scale, ROWS), 1)
-    out = p.out + (row + t).to(gl.int64) * p.out_stride
+    out = p.out + (part.request * p.NEXT_N + part.token + t).to(gl.int64) * p.out_stride
     at = gl.expand_dims(out, 0) + pos
     spare = gl.expand_dims(t < FIRST + COUNT, 0)
     if masked:
         if p.LENS_2D:
-            bound = gl.load(p.lens + request * p.lens_stride + token + t, mask=t < FIRST + COUNT, other=0)
+            bound = gl.load(p.lens + part.request * p.lens_stride + part.token + t, mask=t < FIRST + COUNT, other=0)
         else:
-            bound = length - p.NEXT_N + 1 + token + t
+            bound = part.length - p.NEXT_N + 1 + part.token + t
         y = gl.where(pos < gl.expand_dims(bound, 0), y, float("-inf"))
-        gl.store(at, y, mask=(pos < extent) & spare)
+        gl.store(at, y, mask=(pos < part.extent) & spare)
     else:
         if y.shape[1] == COUNT:
             gl.store(at, y)

@@ -36,7 +36,7 @@ from tilewise.kernels.paged_mqa_logits.sm90.epilogue import (
     _token_sums,
     _with_linear,
 )
-from tilewise.kernels.paged_mqa_logits.sm90.state import Buffers, Problem, Share
+from tilewise.kernels.paged_mqa_logits.sm90.state import Buffers, Part, Problem, Share
 
 _first_token = constexpr_function(pieces.first_token)
 _piece_count = constexpr_function(pieces.piece_count)
@@ -218,6 +218,104 @@ def _linear_product(p, buf, k, slot):
 
 
 @gluon.jit
+def _tile_stage(p, part, i, TILE: gl.constexpr):
+    # Ring slot of this consumer's TILE-th tile from tile i of the segment on.
+    return (part.done + i + TILE * (p.CONSUMERS // p.TOKEN_SPLIT)) % p.STAGES
+
+
+@gluon.jit
+def _wait_for_tile(p, buf, part, i, TILE: gl.constexpr):
+    # Returns the tile's scales, which come with it.
+    ROW: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.HEADS, 32]))
+    stage = _tile_stage(p, part, i, TILE)
+    turn = (part.done + i + TILE * (p.CONSUMERS // p.TOKEN_SPLIT)) // p.STAGES
+    mbarrier.wait(buf.k_full.index(stage), turn & 1)
+    scales = reinterpret(buf.k_scale, gl.float32, [p.STAGES, 64], gl.NVMMASharedLayout(0, 32, 1))
+    return scales.index(stage).load(ROW)
+
+
+@gluon.jit
+def _score_tiles(p, buf, part, weights, factors, i, OWN: gl.constexpr, INDEX: gl.constexpr, TILES: gl.constexpr):
+    # TILES tiles of this consumer, from tile i of the segment on, as one row of products: up to IN_FLIGHT of them run
+    # while an epilogue does, across the border of two tiles too. None is left when this ends: ptxas would drain them.
+    PIECES: gl.constexpr = _piece_count(OWN, p.DOT_N)  # products a tile
+    PRODUCTS: gl.constexpr = TILES * PIECES
+    AHEAD: gl.constexpr = PRODUCTS if PRODUCTS < p.IN_FLIGHT else p.IN_FLIGHT
+    SECOND: gl.constexpr = p.RELU == "bf16" or p.RELU == "tf32"
+    LINEAR: gl.constexpr = p.RELU == "abs"
+    SLOTS: gl.constexpr = buf.second.shape[0] // p.CONSUMERS
+    SETS: gl.constexpr = p.CONSUMERS // p.TOKEN_SPLIT
+    K_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, p.HEAD_DIM], gl.float8e4nv)
+    tiles = reinterpret(buf.k, gl.float8e4nv, [p.STAGES, 64, p.HEAD_DIM], K_LAYOUT)
+    accs = ()
+    extras = ()
+    scales = ()
+    for n in gl.static_range(AHEAD):
+        if n % PIECES == 0:
+            scales = scales + (_wait_for_tile(p, buf, part, i, n // PIECES),)
+        k = tiles.index(_tile_stage(p, part, i, n // PIECES))
+        if LINEAR and n % PIECES == 0:
+            extras = extras + (_linear_product(p, buf, k, INDEX),)
+        at = part.base + _piece_start(OWN, p.DOT_N, n % PIECES)
+        accs = accs + (_product(p, buf, k, at, _piece_tokens(OWN, p.DOT_N, n % PIECES)),)
+    sums = ()
+    second = _second_zero(p)
+    for u in gl.static_range(TILES):
+        stage = _tile_stage(p, part, i, u)
+        column = (part.tile + i + u * SETS) * 64
+        masked = column + 64 > part.low
+        for j in gl.static_range(PIECES):
+            acc = warpgroup_mma_wait(
+                (AHEAD if PRODUCTS - u * PIECES - j > AHEAD else PRODUCTS - u * PIECES - j) - 1,
+                deps=(accs[u * PIECES + j],),
+            )
+            if LINEAR and j == 0:
+                extra = warpgroup_mma_wait(
+                    (AHEAD if PRODUCTS - u * PIECES > AHEAD else PRODUCTS - u * PIECES) - 1, deps=(extras[u],)
+                )
+                linear = _linear_sums(p, extra, factors)
+            if j == PIECES - 1:
+                mbarrier.arrive(buf.k_empty.index(stage), count=1)
+            if SECOND:
+                second = _second_product(
+                    p, buf, _second_operand(p, acc), second, INDEX * SLOTS + j,
+                    _piece_start(OWN, p.DOT_N, j) % 4 != 0, _piece_tokens(OWN, p.DOT_N, j),
+                )  # fmt: skip
+            else:
+                if p.KEEP_WEIGHTS:
+                    w = weights[j]
+                else:
+                    at = part.base + _piece_start(OWN, p.DOT_N, j)
+                    w = _column_weights(p, buf, at, _piece_tokens(OWN, p.DOT_N, j))
+                sums = sums + _token_sums(p, acc, w, _piece_tokens(OWN, p.DOT_N, j))
+            if j == PIECES - 1 or _piece_start(OWN, p.DOT_N, j + 1) % 4 == 0:
+                if SECOND:
+                    y8 = warpgroup_mma_wait(0, deps=(second,))
+                    y = gl.sum(gl.reshape(y8, [64, 4, 2]), 2)
+                    second = _second_zero(p)
+                else:
+                    if LINEAR:
+                        sums = _with_linear(
+                            sums, linear, (_piece_start(OWN, p.DOT_N, j + 1) - 1) // 4 * 4,
+                            (_piece_start(OWN, p.DOT_N, j + 1) - 1) % 4 + 1,
+                        )  # fmt: skip
+                    y = _quad_sums(p, sums, (_piece_start(OWN, p.DOT_N, j + 1) - 1) % 4 + 1)
+                    sums = ()
+                _store_tokens(
+                    p, y, scales[u], part, column, masked,
+                    (_piece_start(OWN, p.DOT_N, j + 1) - 1) // 4 * 4, (_piece_start(OWN, p.DOT_N, j + 1) - 1) % 4 + 1,
+                )  # fmt: skip
+            if u * PIECES + j + AHEAD < PRODUCTS:
+                if (j + AHEAD) % PIECES == 0:
+                    scales = scales + (_wait_for_tile(p, buf, part, i, (u * PIECES + j + AHEAD) // PIECES),)
+                k = tiles.index(_tile_stage(p, part, i, (u * PIECES + j + AHEAD) // PIECES))
+                if LINEAR and (j + AHEAD) % PIECES == 0:
+                    extras = extras + (_linear_product(p, buf, k, INDEX),)
+                at = part.base + _piece_start(OWN, p.DOT_N, (j + AHEAD) % PIECES)
+                accs = accs + (_product(p, buf, k, at, _piece_tokens(OWN, p.DOT_N, (j + AHEAD) % PIECES)),)
+
+
+@gluon.jit
 def _score(
     p, buf, slot, request, group, length, tile, here, done, TOKENS: gl.constexpr, INDEX: gl.constexpr
 ):  # fmt: skip
@@ -231,13 +329,9 @@ def _score(
     SECOND: gl.constexpr = p.RELU == "bf16" or p.RELU == "tf32"
     LINEAR: gl.constexpr = p.RELU == "abs"
     SLOTS: gl.constexpr = buf.second.shape[0] // p.CONSUMERS
-    ROW: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.HEADS, 32]))
-    K_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, p.HEAD_DIM], gl.float8e4nv)
-    k_tiles = reinterpret(buf.k, gl.float8e4nv, [p.STAGES, 64, p.HEAD_DIM], K_LAYOUT)
-    k_scales = reinterpret(buf.k_scale, gl.float32, [p.STAGES, 64], gl.NVMMASharedLayout(0, 32, 1))
-
     base = slot * p.Q_TOKENS + FIRST
     weights = ()
+    factors = ()
     if SECOND:
         for j in gl.static_range(PIECES):
             _second_weights(
@@ -265,66 +359,15 @@ def _score(
     else:
         low = length - p.NEXT_N + 1 + token
     low = gl.minimum(low, extent)  # from this column on, a tile needs masks
-    row = request * p.NEXT_N + token
+    part = Part(request, token, length, extent, low, tile, done, base)
 
     i = (SET + SETS - done % SETS) % SETS
+    if p.TILES == 2:
+        while i + SETS < here:
+            _score_tiles(p, buf, part, weights, factors, i, OWN, INDEX, 2)
+            i += 2 * SETS
     while i < here:
-        stage = (done + i) % p.STAGES
-        mbarrier.wait(buf.k_full.index(stage), ((done + i) // p.STAGES) & 1)
-        k = k_tiles.index(stage)
-        if LINEAR:
-            extra = _linear_product(p, buf, k, INDEX)
-        accs = ()
-        for j in gl.static_range(PIECES if PIECES < p.IN_FLIGHT else p.IN_FLIGHT):
-            accs = accs + (_product(p, buf, k, base + _piece_start(OWN, p.DOT_N, j), _piece_tokens(OWN, p.DOT_N, j)),)
-        scale = k_scales.index(stage).load(ROW)
-        column = (tile + i) * 64
-        masked = column + 64 > low
-        sums = ()
-        second = _second_zero(p)
-        for j in gl.static_range(PIECES):
-            acc = warpgroup_mma_wait((p.IN_FLIGHT if PIECES - j > p.IN_FLIGHT else PIECES - j) - 1, deps=(accs[j],))
-            if LINEAR and j == 0:
-                extra = warpgroup_mma_wait((PIECES if PIECES < p.IN_FLIGHT else p.IN_FLIGHT) - 1, deps=(extra,))
-                linear = _linear_sums(p, extra, factors)
-            if j == PIECES - 1:
-                mbarrier.arrive(buf.k_empty.index(stage), count=1)
-            if SECOND:
-                second = _second_product(
-                    p, buf, _second_operand(p, acc), second, INDEX * SLOTS + j,
-                    _piece_start(OWN, p.DOT_N, j) % 4 != 0, _piece_tokens(OWN, p.DOT_N, j),
-                )  # fmt: skip
-            else:
-                if p.KEEP_WEIGHTS:
-                    w = weights[j]
-                else:
-                    at = base + _piece_start(OWN, p.DOT_N, j)
-                    w = _column_weights(p, buf, at, _piece_tokens(OWN, p.DOT_N, j))
-                sums = sums + _token_sums(p, acc, w, _piece_tokens(OWN, p.DOT_N, j))
-            if j == PIECES - 1 or _piece_start(OWN, p.DOT_N, j + 1) % 4 == 0:
-                if SECOND:
-                    y8 = warpgroup_mma_wait(0, deps=(second,))
-                    y = gl.sum(gl.reshape(y8, [64, 4, 2]), 2)
-                    second = _second_zero(p)
-                else:
-                    if LINEAR:
-                        sums = _with_linear(
-                            sums, linear, (_piece_start(OWN, p.DOT_N, j + 1) - 1) // 4 * 4,
-                            (_piece_start(OWN, p.DOT_N, j + 1) - 1) % 4 + 1,
-                        )  # fmt: skip
-                    y = _quad_sums(p, sums, (_piece_start(OWN, p.DOT_N, j + 1) - 1) % 4 + 1)
-                    sums = ()
-                _store_tokens(
-                    p, y, scale, row, request, token, length, extent, column, masked,
-                    (_piece_start(OWN, p.DOT_N, j + 1) - 1) // 4 * 4, (_piece_start(OWN, p.DOT_N, j + 1) - 1) % 4 + 1,
-                )  # fmt: skip
-            if j + p.IN_FLIGHT < PIECES:
-                accs = accs + (
-                    _product(
-                        p, buf, k, base + _piece_start(OWN, p.DOT_N, j + p.IN_FLIGHT),
-                        _piece_tokens(OWN, p.DOT_N, j + p.IN_FLIGHT),
-                    ),
-                )  # fmt: skip
+        _score_tiles(p, buf, part, weights, factors, i, OWN, INDEX, 1)
         i += SETS
 
 
@@ -375,7 +418,7 @@ def _paged_mqa_logits_kernel(
     NEXT_N: gl.constexpr, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_KV: gl.constexpr,
     FUSE_N: gl.constexpr, DOT_N: gl.constexpr, IN_FLIGHT: gl.constexpr, STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr, TOKEN_SPLIT: gl.constexpr, EPILOGUE: gl.constexpr, KEEP_WEIGHTS: gl.constexpr,
-    BALANCED: gl.constexpr, LENS_2D: gl.constexpr, CHUNK: gl.constexpr, CHUNKS: gl.constexpr,
+    BALANCED: gl.constexpr, LENS_2D: gl.constexpr, TILES: gl.constexpr, CHUNK: gl.constexpr, CHUNKS: gl.constexpr,
     SECOND_SLOTS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     gl.static_assert(STAGES % (CONSUMERS // TOKEN_SPLIT) == 0, "a ring slot must always belong to the same consumers")
@@ -383,7 +426,7 @@ def _paged_mqa_logits_kernel(
         block_tables, lens, out, batch_size, max_columns, table_stride, lens_stride, weights_first,
         weights_stride, out_stride,
         NEXT_N, HEADS, HEAD_DIM, BLOCK_KV, FUSE_N, DOT_N, IN_FLIGHT, STAGES, CONSUMERS, TOKEN_SPLIT, EPILOGUE,
-        KEEP_WEIGHTS, BALANCED, LENS_2D,
+        KEEP_WEIGHTS, BALANCED, LENS_2D, TILES,
     )  # fmt: skip
     # The lengths are asked for before anything else: the barriers are set up while they arrive.
     if BALANCED:

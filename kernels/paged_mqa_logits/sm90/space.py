@@ -9,8 +9,10 @@ from tilewise.kernels.paged_mqa_logits.sm90.pieces import STORE_N, TILE_KV, firs
 from tilewise.kernels.paged_mqa_logits.spec import SCALE_BYTES, Config, Shape, cdiv
 
 READS = frozenset(
-    ("kernel", "fuse_n", "dot_n", "split_kv", "num_stages", "schedule", "epilogue", "consumers", "token_split",
-     "ctas_per_sm")
+    (
+        "kernel", "fuse_n", "dot_n", "tile_kv", "split_kv", "num_stages", "schedule", "epilogue", "consumers",
+        "token_split", "ctas_per_sm",
+    )
 )  # fmt: skip
 
 EPILOGUES = ("add", "mix", "add-shuffle", "mix-shuffle", "abs", "abs-shuffle", "bf16", "tf32")
@@ -37,8 +39,8 @@ def why_invalid(shape: Shape, config: Config, arch: Arch) -> str | None:
         )
     if shape.heads < 16:
         return f"the Hopper kernel needs at least 16 heads, got {shape.heads}"
-    if config.tile_kv != TILE_KV:
-        return f"tile_kv must be {TILE_KV}, got {config.tile_kv}"
+    if config.tile_kv not in (TILE_KV, 2 * TILE_KV):
+        return f"tile_kv must be {TILE_KV}, or {2 * TILE_KV} to overlap two tiles, got {config.tile_kv}"
     if config.num_warps != 4:
         return f"num_warps must be 4, a warpgroup, got {config.num_warps}"
     if config.epilogue not in EPILOGUES:
@@ -51,8 +53,12 @@ def why_invalid(shape: Shape, config: Config, arch: Arch) -> str | None:
     if config.token_split > products:
         return f"token_split must be at most {products}, the products of the smallest group, got {config.token_split}"
     sets = config.consumers // config.token_split
-    if config.num_stages < 2 or config.num_stages % sets:
-        return f"num_stages must be a multiple of consumers / token_split ({sets}) from 2, got {config.num_stages}"
+    least = max(2, config.tile_kv // TILE_KV * sets)  # a consumer that overlaps tiles holds two
+    if config.num_stages < least or config.num_stages % sets:
+        return (
+            f"num_stages must be a multiple of consumers / token_split ({sets}), and at least {least}, got "
+            f"{config.num_stages}"
+        )
     if config.dot_n > STORE_N:
         return f"dot_n must be at most {STORE_N}, got {config.dot_n}"
     if config.dot_n * shape.heads > MAX_COLUMNS:
@@ -91,7 +97,7 @@ def _parts(config: Config) -> list[int]:
 
 def in_flight(shape: Shape, config: Config) -> int:
     """Products of one tile that are issued ahead: two where the registers hold them and the weights, else one."""
-    if most_pieces(config) == 1:
+    if most_pieces(config) * config.tile_kv == TILE_KV:
         return 1
     return 2 if _registers(shape, config, 2) + _operand_registers(shape, config) <= registers_per_thread(config) else 1
 
@@ -128,7 +134,7 @@ def estimated_registers(shape: Shape, config: Config) -> int:
 def _registers(shape: Shape, config: Config, ahead: int) -> int:
     # Fitted to compiled kernels: the accumulators in flight and those that are stored together, whose epilogues the
     # compiler mixes; and what addresses, shared memory descriptors (a few for each product) and loop state take.
-    pieces = most_pieces(config)
+    pieces = most_pieces(config) * config.tile_kv // TILE_KV
     live = min(pieces, STORE_N // config.dot_n + ahead - 1)
     return live * config.dot_n * shape.heads // 2 + 26 + 6 * pieces
 
@@ -207,10 +213,10 @@ def default_config(shape: Shape, arch: Arch) -> Config | None:
 
 def _config(
     fuse_n: int, dot_n: int, consumers: int, token_split: int, num_stages: int, epilogue: str, *,
-    split_kv: int = 0, ctas_per_sm: int = 1,
+    tile_kv: int = TILE_KV, split_kv: int = 0, ctas_per_sm: int = 1,
 ) -> Config:  # fmt: skip
     return Config(
-        kernel="sm90", fuse_n=fuse_n, dot_n=dot_n, num_warps=4, num_stages=num_stages, epilogue=epilogue,
-        consumers=consumers, token_split=token_split, ctas_per_sm=ctas_per_sm,
+        kernel="sm90", fuse_n=fuse_n, dot_n=dot_n, tile_kv=tile_kv, num_warps=4, num_stages=num_stages,
+        epilogue=epilogue, consumers=consumers, token_split=token_split, ctas_per_sm=ctas_per_sm,
         schedule="even" if split_kv else "balanced", split_kv=split_kv or 1,
     )  # fmt: skip

@@ -38,6 +38,7 @@ class Problem:
     KEEP_WEIGHTS: gl.constexpr  # weights stay in registers from tile to tile
     BALANCED: gl.constexpr
     LENS_2D: gl.constexpr
+    TILES: gl.constexpr  # tiles of a consumer whose products may overlap
     GROUPS: gl.constexpr  # of query tokens of a request
     Q_TOKENS: gl.constexpr  # that a q buffer has room for: whole products
 
@@ -46,7 +47,7 @@ class Problem:
         self, block_tables, lens, out, batch_size, max_columns, table_stride, lens_stride, weights_first,
         weights_stride, out_stride,
         NEXT_N, HEADS, HEAD_DIM, BLOCK_KV, FUSE_N, DOT_N, IN_FLIGHT, STAGES, CONSUMERS, TOKEN_SPLIT, EPILOGUE,
-        KEEP_WEIGHTS, BALANCED, LENS_2D,
+        KEEP_WEIGHTS, BALANCED, LENS_2D, TILES,
     ):  # fmt: skip
         self.block_tables = block_tables
         self.lens = lens
@@ -73,6 +74,7 @@ class Problem:
         self.KEEP_WEIGHTS = gl.constexpr(KEEP_WEIGHTS)
         self.BALANCED = gl.constexpr(BALANCED)
         self.LENS_2D = gl.constexpr(LENS_2D)
+        self.TILES = gl.constexpr(TILES)
         self.GROUPS = gl.constexpr(-(-NEXT_N // FUSE_N))
         self.Q_TOKENS = gl.constexpr(-(-FUSE_N // DOT_N) * DOT_N)
 
@@ -121,3 +123,28 @@ class Share:
         self.tile = tile
         self.count = count
         self.length = length
+
+
+@aggregate
+class Part:
+    """What one consumer scores: its query tokens of one token group, against a run of tiles of one request."""
+
+    request: gl.tensor
+    token: gl.tensor  # first query token
+    length: gl.tensor  # unclamped
+    extent: gl.tensor  # no column is written from here on
+    low: gl.tensor  # from this column on, tiles need masks
+    tile: gl.tensor  # where the run begins
+    done: gl.tensor  # tiles of the workgroup before the run
+    base: gl.tensor  # of the first query token in the shared buffers
+
+    @constexpr_function
+    def __init__(self, request, token, length, extent, low, tile, done, base):
+        self.request = request
+        self.token = token
+        self.length = length
+        self.extent = extent
+        self.low = low
+        self.tile = tile
+        self.done = done
+        self.base = base
