@@ -19,7 +19,6 @@ from tilewise.kernels.paged_mqa_logits.sm90 import pieces
 from tilewise.kernels.paged_mqa_logits.sm90.compat import (
     constexpr_function,
     reinterpret,
-    tma_load,
     workgroup_barrier,
 )
 from tilewise.kernels.paged_mqa_logits.sm90.epilogue import (
@@ -36,169 +35,21 @@ from tilewise.kernels.paged_mqa_logits.sm90.epilogue import (
     _token_sums,
     _with_linear,
 )
-from tilewise.kernels.paged_mqa_logits.sm90.state import Buffers, Part, Problem, Share
+from tilewise.kernels.paged_mqa_logits.sm90.producer import _producer
+from tilewise.kernels.paged_mqa_logits.sm90.schedule import (
+    _balanced_share,
+    _even_share,
+    _extent,
+    _following_length,
+    _lengths,
+    _tiles,
+)
+from tilewise.kernels.paged_mqa_logits.sm90.state import Buffers, Part, Problem
 
 _first_token = constexpr_function(pieces.first_token)
 _piece_count = constexpr_function(pieces.piece_count)
 _piece_start = constexpr_function(pieces.piece_start)
 _piece_tokens = constexpr_function(pieces.piece_tokens)
-
-
-@gluon.jit
-def _lengths(p, request, mask):
-    # What a request's tiles are counted from: its length, or the largest of its tokens' lengths.
-    at = p.lens + request * p.lens_stride
-    length = gl.load(at, mask=mask, other=0)
-    if p.LENS_2D:
-        for t in gl.static_range(1, p.NEXT_N):
-            length = gl.maximum(length, gl.load(at + t, mask=mask, other=0))
-    return length
-
-
-@gluon.jit
-def _extent(p, length):
-    return gl.minimum(gl.maximum(length, 0), p.max_columns)
-
-
-@gluon.jit
-def _tiles(p, length):
-    return (_extent(p, length) + 63) // 64
-
-
-@gluon.jit
-def _plus(a, b):
-    return a + b
-
-
-@gluon.jit
-def _balanced_share(p, lane, length, CHUNK: gl.constexpr, CHUNKS: gl.constexpr):
-    # Every warp holds a whole chunk of requests, so that scan and sums stay in registers and shuffles. CHUNKS is False
-    # where one chunk covers the batch; otherwise a first loop adds up the tiles, a second one finds the chunk.
-    tiles = _tiles(p, length) * p.GROUPS
-    added = tiles
-    if CHUNKS:
-        for first in range(CHUNK, p.batch_size, CHUNK):
-            other = _lengths(p, first + lane, first + lane < p.batch_size)
-            added += _tiles(p, other) * p.GROUPS
-    total = gl.sum(added, 0)
-    programs = gl.num_programs(0)
-    pid = gl.program_id(0)
-    each = total // programs
-    extra = total % programs
-    start = pid * each + gl.minimum(pid, extra)
-    count = each + (pid < extra).to(gl.int32)
-    request = 0
-    if CHUNKS:
-        here = gl.sum(tiles, 0)
-        while (here <= start) & (request + CHUNK < p.batch_size):
-            start -= here
-            request += CHUNK
-            length = _lengths(p, request + lane, request + lane < p.batch_size)
-            tiles = _tiles(p, length) * p.GROUPS
-            here = gl.sum(tiles, 0)
-    passed = gl.associative_scan(tiles, 0, _plus) <= start
-    skipped = gl.sum(passed.to(gl.int32), 0)
-    tile = start - gl.sum(gl.where(passed, tiles, 0), 0)
-    own_length = gl.sum(gl.where(lane == skipped, length, 0), 0)
-    group = 0
-    if p.GROUPS > 1:
-        own_tiles = gl.maximum(_tiles(p, own_length), 1)
-        group = tile // own_tiles
-        tile = tile % own_tiles
-    return Share(request + skipped, gl.to_tensor(group), tile, count, own_length)
-
-
-@gluon.jit
-def _even_share(p, request, group, split, split_kv, length):
-    tiles = _tiles(p, length)
-    first = split * tiles // split_kv
-    return Share(request, group, first, (split + 1) * tiles // split_kv - first, length)
-
-
-@gluon.jit
-def _following_length(p, request):
-    # Loaded a segment ahead: its latency hides behind the segment's tiles.
-    return _lengths(p, gl.minimum(request + 1, p.batch_size - 1), True)
-
-
-@gluon.jit
-def _page_ids(p, row, tile, last_page):
-    # Page ids of the next four tiles. Never past the last page that the request fills: later entries may be anything.
-    ids = ()
-    for u in gl.static_range(4):
-        if p.BLOCK_KV >= 64:
-            ids = ids + (gl.load(row + gl.minimum((tile + u) // (p.BLOCK_KV // 64), last_page)),)
-        else:
-            for v in gl.static_range(64 // p.BLOCK_KV):
-                ids = ids + (gl.load(row + gl.minimum((tile + u) * (64 // p.BLOCK_KV) + v, last_page)),)
-    return ids
-
-
-@gluon.jit
-def _producer(p, buf, share, k_desc, scale_desc, q_desc, weights_desc):
-    ROWS: gl.constexpr = 64 if p.BLOCK_KV >= 64 else p.BLOCK_KV  # of one copy
-    COPIES: gl.constexpr = 64 // ROWS
-    REST: gl.constexpr = p.NEXT_N % p.FUSE_N
-    TOKEN_BYTES: gl.constexpr = p.HEADS * (p.HEAD_DIM + 4)
-    request = share.request
-    group = share.group
-    tile = share.tile
-    left = share.count
-    length = share.length
-    copied = 0
-    turn = 0
-    while left > 0:
-        here = gl.minimum(_tiles(p, length) - tile, left)
-        following = length
-        if p.BALANCED:
-            following = _following_length(p, request)
-        if here > 0:
-            row = p.block_tables + request.to(gl.int64) * p.table_stride
-            last_page = (_extent(p, length) - 1) // p.BLOCK_KV
-            ids = _page_ids(p, row, tile, last_page)
-            slot = turn % 2
-            full = buf.q_full.index(slot)
-            mbarrier.wait(buf.q_empty.index(slot), ((turn // 2) & 1) ^ 1)
-            if REST == 0:
-                mbarrier.expect(full, p.FUSE_N * TOKEN_BYTES)
-            else:
-                mbarrier.expect(full, p.FUSE_N * TOKEN_BYTES, pred=group < p.GROUPS - 1)
-                mbarrier.expect(full, REST * TOKEN_BYTES, pred=group == p.GROUPS - 1)
-            for t in gl.static_range(p.FUSE_N):
-                token = group * p.FUSE_N + t
-                live = True if REST == 0 else token < p.NEXT_N
-                tma_load(q_desc, [request, token, 0, 0], full, buf.q.index(slot * p.Q_TOKENS + t), pred=live)
-                at = p.weights_first + (request * p.NEXT_N + token) * p.weights_stride
-                tma_load(weights_desc, [at], full, buf.weights.index(slot * p.Q_TOKENS + t), pred=live)
-            for i in range(0, here, 4):
-                now = ids
-                ids = _page_ids(p, row, tile + i + 4, last_page)
-                for u in gl.static_range(4):
-                    if i + u < here:
-                        stage = copied % p.STAGES
-                        mbarrier.wait(buf.k_empty.index(stage), ((copied // p.STAGES) & 1) ^ 1)
-                        full_k = buf.k_full.index(stage)
-                        mbarrier.expect(full_k, 64 * (p.HEAD_DIM + 4))
-                        first = ((tile + i + u) * 64) % p.BLOCK_KV if p.BLOCK_KV > 64 else 0
-                        for v in gl.static_range(COPIES):
-                            page = now[u * COPIES + v]
-                            into = stage * COPIES + v
-                            tma_load(k_desc, [page, first, 0], full_k, buf.k.index(into))
-                            scale_at = p.BLOCK_KV * p.HEAD_DIM // 4 + first
-                            tma_load(scale_desc, [page, scale_at], full_k, buf.k_scale.index(into))
-                        copied += 1
-            turn += 1
-        left -= here
-        tile = 0
-        if p.GROUPS == 1:
-            request += 1
-            length = following
-        else:
-            group += 1
-            if group == p.GROUPS:
-                group = 0
-                request += 1
-                length = following
 
 
 @gluon.jit

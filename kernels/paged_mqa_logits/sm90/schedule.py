@@ -1,0 +1,83 @@
+"""Which tiles a workgroup scores. Gluon device functions, and nothing else."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from tilewise.kernels.paged_mqa_logits.sm90.state import Share
+
+
+@gluon.jit
+def _lengths(p, request, mask):
+    # What a request's tiles are counted from: its length, or the largest of its tokens' lengths.
+    at = p.lens + request * p.lens_stride
+    length = gl.load(at, mask=mask, other=0)
+    if p.LENS_2D:
+        for t in gl.static_range(1, p.NEXT_N):
+            length = gl.maximum(length, gl.load(at + t, mask=mask, other=0))
+    return length
+
+
+@gluon.jit
+def _extent(p, length):
+    return gl.minimum(gl.maximum(length, 0), p.max_columns)
+
+
+@gluon.jit
+def _tiles(p, length):
+    return (_extent(p, length) + 63) // 64
+
+
+@gluon.jit
+def _plus(a, b):
+    return a + b
+
+
+@gluon.jit
+def _balanced_share(p, lane, length, CHUNK: gl.constexpr, CHUNKS: gl.constexpr):
+    # Every warp holds a whole chunk of requests, so that scan and sums stay in registers and shuffles. CHUNKS is False
+    # where one chunk covers the batch; otherwise a first loop adds up the tiles, a second one finds the chunk.
+    tiles = _tiles(p, length) * p.GROUPS
+    added = tiles
+    if CHUNKS:
+        for first in range(CHUNK, p.batch_size, CHUNK):
+            other = _lengths(p, first + lane, first + lane < p.batch_size)
+            added += _tiles(p, other) * p.GROUPS
+    total = gl.sum(added, 0)
+    programs = gl.num_programs(0)
+    pid = gl.program_id(0)
+    each = total // programs
+    extra = total % programs
+    start = pid * each + gl.minimum(pid, extra)
+    count = each + (pid < extra).to(gl.int32)
+    request = 0
+    if CHUNKS:
+        here = gl.sum(tiles, 0)
+        while (here <= start) & (request + CHUNK < p.batch_size):
+            start -= here
+            request += CHUNK
+            length = _lengths(p, request + lane, request + lane < p.batch_size)
+            tiles = _tiles(p, length) * p.GROUPS
+            here = gl.sum(tiles, 0)
+    passed = gl.associative_scan(tiles, 0, _plus) <= start
+    skipped = gl.sum(passed.to(gl.int32), 0)
+    tile = start - gl.sum(gl.where(passed, tiles, 0), 0)
+    own_length = gl.sum(gl.where(lane == skipped, length, 0), 0)
+    group = 0
+    if p.GROUPS > 1:
+        own_tiles = gl.maximum(_tiles(p, own_length), 1)
+        group = tile // own_tiles
+        tile = tile % own_tiles
+    return Share(request + skipped, gl.to_tensor(group), tile, count, own_length)
+
+
+@gluon.jit
+def _even_share(p, request, group, split, split_kv, length):
+    tiles = _tiles(p, length)
+    first = split * tiles // split_kv
+    return Share(request, group, first, (split + 1) * tiles // split_kv - first, length)
+
+
+@gluon.jit
+def _following_length(p, request):
+    # Loaded a segment ahead: its latency hides behind the segment's tiles.
+    return _lengths(p, gl.minimum(request + 1, p.batch_size - 1), True)
