@@ -64,7 +64,7 @@ def test_consumers_share_tokens_in_whole_products(tokens: int, dot_n: int) -> No
 @pytest.mark.parametrize("heads", [16, 32, 64, 128])
 def test_every_served_shape_has_a_valid_default_and_candidates(heads: int, head_dim: int, block_kv: int) -> None:
     for next_n in range(1, 9):
-        shape = Shape(64, next_n, heads, head_dim, block_kv)
+        shape = Shape(4, next_n, heads, head_dim, block_kv, 4096)
         default = space.default_config(shape, H200)
         assert default is not None
         assert space.why_invalid(shape, default, H200) is None

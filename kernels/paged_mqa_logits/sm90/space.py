@@ -174,25 +174,31 @@ def shared_memory_bytes(shape: Shape, config: Config) -> int:
 def candidates(shape: Shape, arch: Arch) -> list[Config]:
     """The grid that is measured and chosen from, before `is_valid`."""
     found = []
+    small = shape.context_tokens <= 65536  # about what one workgroup a multiprocessor has read when it has started
     for fuse_n in dict.fromkeys((shape.next_n, cdiv(shape.next_n, 2), 1)):
+        whole = fuse_n == shape.next_n
         dots = [dot for dot in (4, 2, 1) if dot <= fuse_n and dot * shape.heads <= 128][:2]
         for dot_n in dots:
-            for consumers, token_split, num_stages in (
-                (2, 1, 8), (2, 1, 6), (3, 1, 9), (3, 1, 12), (2, 2, 8), (3, 3, 8), (4, 2, 8), (4, 4, 8),
-            ):  # fmt: skip
+            # (consumers, token_split, num_stages)
+            structures = [(2, 1, 6 if small else 8), (3, 1, 9)]
+            if whole:
+                structures += [(2, 2, 8), (3, 3, 8), (4, 2, 8), (4, 4, 8)]
+            for consumers, token_split, num_stages in structures:
                 if token_split > 1 and token_split > cdiv(fuse_n, dot_n):
-                    continue  # a consumer with half a product's tokens leaves the product half empty
-                for epilogue in ("add", "mix"):
+                    continue  # a consumer would have no product of its own
+                for epilogue in ("add", "mix", "abs"):
                     found.append(_config(fuse_n, dot_n, consumers, token_split, num_stages, epilogue))
+                if whole and not small and consumers == 2:
+                    found.append(_config(fuse_n, dot_n, consumers, token_split, num_stages, "abs", tile_kv=2 * TILE_KV))
         if fuse_n == 1:
-            found += [_config(1, 1, 1, 1, 4, epilogue, ctas_per_sm=3) for epilogue in ("add", "mix")]
-        # Small launches: no count over the batch, the second fastest thing about them.
-        for per_sm in (1, 2):
-            parts = max(1, shape.batch_size) * cdiv(shape.next_n, fuse_n)
-            tiles = cdiv(shape.max_context_len, TILE_KV)
-            split_kv = max(1, min(per_sm * arch.compute_units // parts, tiles))
-            found.append(_config(fuse_n, dots[0], 2, 1, 6, "add", split_kv=split_kv))
-            found.append(_config(fuse_n, dots[0], 1, 1, 4, "add", split_kv=split_kv))
+            found += [_config(1, 1, 1, 1, 4, epilogue, ctas_per_sm=3) for epilogue in ("add", "mix", "abs")]
+        if small:  # no count over the batch: a shorter start
+            for per_sm in (1, 2):
+                parts = max(1, shape.batch_size) * cdiv(shape.next_n, fuse_n)
+                tiles = cdiv(shape.max_context_len, TILE_KV)
+                split_kv = max(1, min(per_sm * arch.compute_units // parts, tiles))
+                found.append(_config(fuse_n, dots[0], 2, 1, 6, "add", split_kv=split_kv))
+                found.append(_config(fuse_n, dots[0], 1, 1, 4, "add", split_kv=split_kv))
     return found
 
 
