@@ -67,6 +67,15 @@ def test_instructions_of_the_reported_shape():
     assert per_token(REPORTED, alone)["valu_per_token_128_keys"] <= 160
 
 
+@pytest.mark.parametrize("fuse_n", [1, 2, 3, 6])
+def test_no_turn_of_the_loop_waits_for_all_loads(fuse_n):
+    for form in space.offered(REPORTED)[:2]:
+        compiled = audit.build.compile_for(REPORTED, space.config_of(fuse_n, form, 1, "xcd"))
+        code = assembly.parse(compiled.asm["amdgcn"])
+        first, last = assembly.main_loop(code)
+        assert assembly.waits_for_all_loads(code[first : last + 1]) == 0, form
+
+
 def test_command_prints_the_default_of_a_shape(capsys):
     parser = argparse.ArgumentParser()
     audit.add_arguments(parser)

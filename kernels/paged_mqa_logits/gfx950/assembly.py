@@ -87,6 +87,11 @@ def main_loop(code: list[Instruction]) -> tuple[int, int]:
     return best[2]
 
 
+def waits_for_all_loads(code: Iterable[Instruction]) -> int:
+    """Waits for every load and store under way: in a main loop each one costs the latency of memory on every turn."""
+    return sum(instruction.name == "s_waitcnt" and "vmcnt(0)" in " ".join(instruction.operands) for instruction in code)
+
+
 def count(code: Iterable[Instruction]) -> Loop:
     """Instructions by kind. VALU is every vector instruction that is no matrix product and no memory access."""
     names = Counter(instruction.name for instruction in code)

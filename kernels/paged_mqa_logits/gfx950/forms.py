@@ -35,22 +35,27 @@ _WIDE = "16x16x128"
 _TALL = "32x32x64"
 _NARROW = "16x16x32"
 
-# Keys per wave are tile_kv / num_warps: 32 or 64. The first of each is the default where its tile lies within a page.
+# Keys per wave are tile_kv / num_warps: 64 or 32. More of them put more time between a load and its use. The first form
+# whose tile lies within a page is the default.
 _COMMON_128 = (
+    Form(256, 4, 2, _WIDE, "packed"),
+    Form(128, 2, 2, _WIDE, "packed"),
+    Form(64, 1, 2, _WIDE, "packed"),
     Form(128, 4, 2, _WIDE, "packed"),
     Form(64, 2, 2, _WIDE, "packed"),
     Form(32, 1, 2, _WIDE, "packed"),
-    Form(256, 4, 2, _WIDE, "packed"),
     Form(128, 4, 2, _TALL, "packed"),
 )
 # Tried at the head counts that are served: workgroups of eight waves, more waves a SIMD, and the simpler variants.
 _MORE_128 = (
     Form(256, 8, 2, _WIDE, "packed"),
     Form(128, 4, 3, _WIDE, "packed"),
+    Form(128, 4, 4, _WIDE, "packed"),
     Form(64, 2, 2, _TALL, "packed"),
     Form(128, 4, 2, _WIDE, "max"),
     Form(128, 4, 2, _NARROW, "packed"),
 )
+_ACROSS_128 = (Form(128, 4, 2, _WIDE, "packed"), Form(64, 2, 2, _WIDE, "packed"))
 _SERVED_HEADS = (32, 64)
 _COMMON_64 = (Form(128, 4, 2, _NARROW, "packed"), Form(64, 2, 2, _NARROW, "packed"))
 
@@ -61,4 +66,4 @@ def forms(heads: int, head_dim: int, kind: Paging) -> tuple[Form, ...]:
         return _COMMON_64 if kind == "whole" else _COMMON_64[:1]
     if kind == "whole":
         return _COMMON_128 + (_MORE_128 if heads in _SERVED_HEADS else ())
-    return _COMMON_128[:2] if kind == "gather" and heads in _SERVED_HEADS else _COMMON_128[:1]
+    return _ACROSS_128 if kind == "gather" and heads in _SERVED_HEADS else _ACROSS_128[:1]

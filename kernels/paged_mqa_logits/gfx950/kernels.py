@@ -176,6 +176,26 @@ def _dot(a, b, accumulator, SCALED: gl.constexpr):
 
 
 @gluon.jit
+def _wait_for_queries(
+    qs, ws, COUNT: gl.constexpr, PAIRS: gl.constexpr, SCALED: gl.constexpr, HEAD_DIM: gl.constexpr, N: gl.constexpr,
+    mma: gl.constexpr, b_layout: gl.constexpr,
+):  # fmt: skip
+    # Uses queries and weights once, before the loop; returns the weights. A wait inside the loop serves every turn:
+    # were these still on their way into the first one, it would have to be for all loads, always. The products with
+    # zero run while the first K is on its way; the empty assembly keeps them.
+    MN: gl.constexpr = mma.instr_shape[0]
+    zero = gl.full([HEAD_DIM, N], 0, gl.uint8, b_layout).to(gl.float8e4nv, bitcast=True)
+    total = gl.zeros([MN, N], gl.float32, mma)
+    for i in gl.static_range(COUNT):
+        total = _dot(qs[i], zero, total, SCALED)
+    gl.inline_asm_elementwise("", "=v,0", [total], dtype=gl.float32, is_pure=False, pack=1)
+    held = ()
+    for i in gl.static_range(COUNT * PAIRS):
+        held = held + (gl.inline_asm_elementwise("", "=v,0", [ws[i]], dtype=gl.uint64, is_pure=False, pack=1),)
+    return held
+
+
+@gluon.jit
 def _span_head(row, SPAN: gl.constexpr, HEADS: gl.constexpr, MN: gl.constexpr):
     # Head of a row of a span's first tile (tile i adds i * (MN // LANE_GROUPS)), and token within the span.
     LANE_GROUPS: gl.constexpr = 64 // MN
@@ -305,6 +325,33 @@ def _page_ids(table_ptr, tile, columns, COUNT: gl.constexpr, extent, TILE_KV: gl
             token = gl.minimum(tile * TILE_KV + columns[i], extent - 1)
             ids = ids + (gl.load(table_ptr + token // BLOCK_KV),)
         return ids
+
+
+@gluon.jit
+def _arrived(x):
+    # A value used once, so that its load is waited for here; see _wait_for_queries.
+    return gl.inline_asm_elementwise("", "=v,0", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _all_arrived(values, COUNT: gl.constexpr):
+    held = ()
+    for i in gl.static_range(COUNT):
+        held = held + (_arrived(values[i]),)
+    return held
+
+
+@gluon.jit
+def _tile_ids(
+    table_ptr, tile, k_columns, SUBS: gl.constexpr, out_columns, OUTPUTS: gl.constexpr, extent, TILE_KV: gl.constexpr,
+    BLOCK_KV: gl.constexpr,
+):  # fmt: skip
+    # _page_ids of the columns of K's sub-tiles and of the output vectors.
+    k_ids = _page_ids(table_ptr, tile, k_columns, SUBS, extent, TILE_KV, BLOCK_KV)
+    if BLOCK_KV >= TILE_KV:
+        return k_ids, k_ids
+    else:
+        return k_ids, _page_ids(table_ptr, tile, out_columns, OUTPUTS, extent, TILE_KV, BLOCK_KV)
 
 
 @gluon.jit
@@ -459,27 +506,37 @@ def _paged_mqa_logits_kernel(
 
     table_ptr += batch.to(gl.int64) * table_stride
     out_ptr += row * out_stride
-    k_ids = _page_ids(table_ptr, start, k_columns, SUBS, extent, TILE_KV, BLOCK_KV)
-    s_ids = (
-        k_ids if BLOCK_KV >= TILE_KV else _page_ids(table_ptr, start, out_columns, OUTPUTS, extent, TILE_KV, BLOCK_KV)
+    ahead = gl.minimum(start + 1, stop - 1)
+    first_k_ids, first_s_ids = _tile_ids(
+        table_ptr, start, k_columns, SUBS, out_columns, OUTPUTS, extent, TILE_KV, BLOCK_KV
     )
+    k_ids, s_ids = _tile_ids(table_ptr, ahead, k_columns, SUBS, out_columns, OUTPUTS, extent, TILE_KV, BLOCK_KV)
     ks = ()
     for s in gl.static_range(SUBS):
-        ks = ks + (_load_k(kv_ptr, page_units, k_ids, start, s, k_offsets, TILE_KV, BLOCK_KV, UNIT, MN, HEAD_DIM),)
+        ks = ks + (
+            _load_k(kv_ptr, page_units, first_k_ids, start, s, k_offsets, TILE_KV, BLOCK_KV, UNIT, MN, HEAD_DIM),
+        )
     scales = ()
     for o in gl.static_range(OUTPUTS):
         scales = scales + (
-            _load_scale(scale_ptr, page_units, s_ids, start, o, out_columns[o], TILE_KV, BLOCK_KV, UNIT, HEAD_DIM),
+            _load_scale(
+                scale_ptr, page_units, first_s_ids, start, o, out_columns[o], TILE_KV, BLOCK_KV, UNIT, HEAD_DIM
+            ),
         )
-    tile = gl.minimum(start + 1, stop - 1)
-    k_ids = _page_ids(table_ptr, tile, k_columns, SUBS, extent, TILE_KV, BLOCK_KV)
-    s_ids = (
-        k_ids if BLOCK_KV >= TILE_KV else _page_ids(table_ptr, tile, out_columns, OUTPUTS, extent, TILE_KV, BLOCK_KV)
-    )
+    if BLOCK_KV >= TILE_KV:
+        k_ids = (_arrived(k_ids[0]),)
+        s_ids = k_ids
+    else:
+        k_ids = _all_arrived(k_ids, SUBS)
+        s_ids = _all_arrived(s_ids, OUTPUTS)
+    ws = _wait_for_queries(qs, ws, HEADS * FUSE_N // MN, MN * MN // 128, SCALED, HEAD_DIM, N, mma, b_layout)
     for i in range(start, stop):
-        # Each sub-tile's registers are loaded anew, for the next tile, as soon as it has been used; the pages' ids are
-        # read one tile earlier still.
+        # Loads return in order, and waiting for one is waiting for all before it: so page ids are read two tiles ahead,
+        # first thing, and each sub-tile's registers are loaded anew, for the next tile, as soon as it has been used.
         ahead = gl.minimum(i + 1, stop - 1)
+        next_k_ids, next_s_ids = _tile_ids(
+            table_ptr, gl.minimum(i + 2, stop - 1), k_columns, SUBS, out_columns, OUTPUTS, extent, TILE_KV, BLOCK_KV
+        )
         sums = ()
         next_ks = ()
         for s in gl.static_range(SUBS):
@@ -509,8 +566,5 @@ def _paged_mqa_logits_kernel(
             )
         ks = next_ks
         scales = next_scales
-        tile = gl.minimum(i + 2, stop - 1)
-        k_ids = _page_ids(table_ptr, tile, k_columns, SUBS, extent, TILE_KV, BLOCK_KV)
-        s_ids = k_ids if BLOCK_KV >= TILE_KV else _page_ids(
-            table_ptr, tile, out_columns, OUTPUTS, extent, TILE_KV, BLOCK_KV
-        )  # fmt: skip
+        k_ids = next_k_ids
+        s_ids = next_s_ids
