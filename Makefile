@@ -38,6 +38,7 @@ check: test-env
 	$(TEST_PYTHON) -m ruff format --check .
 	scripts/check_types.sh $(TEST_PYTHON)
 	$(TEST_PYTHON) scripts/gpu_test.py --check
+	$(TEST_PYTHON) scripts/docs_tables.py --check
 
 format: test-env
 	$(TEST_PYTHON) -m ruff check --fix .

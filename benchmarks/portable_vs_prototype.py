@@ -87,7 +87,7 @@ def duel(target: Target, pool: PagePool, arch: Arch, old: dict[str, int], rounds
     from tilewise.kernels.timing import Timing, make_problem, time_candidates, time_interleaved
 
     sys.path.insert(0, str(HERE / "prototype"))
-    from kernel import prototype  # type: ignore[import-not-found]
+    from kernel import prototype
 
     shape = target.shape
     problem = make_problem(shape, target.context_lens, pool, arch, logits_width=WIDTH)
