@@ -39,10 +39,10 @@ def table(rows: list[Row], arch: str) -> str:
     ]
     for next_n in (1, 6):
         for mma_m in ("heads", "kv"):
-            best = {heads: _best(rows, next_n, heads, mma_m) for heads in HEADS}
-            unit = best[32].latency_us
+            found = {heads: best(rows, next_n, heads, mma_m) for heads in HEADS}
+            unit = found[32].latency_us
             for heads in HEADS:
-                row = best[heads]
+                row = found[heads]
                 per_unit = row.latency_us * 32 / heads
                 lines.append(
                     f"| {next_n} | {mma_m} | {heads} | {row.latency_us:.1f} | {per_unit:.1f} | {unit / per_unit:.2f} "
@@ -51,7 +51,7 @@ def table(rows: list[Row], arch: str) -> str:
     return "\n".join(lines)
 
 
-def _best(rows: list[Row], next_n: int, heads: int, mma_m: str) -> Row:
+def best(rows: list[Row], next_n: int, heads: int, mma_m: str) -> Row:
     return min(
         (
             row
