@@ -295,3 +295,33 @@ def test_large_batches(batch_size: int) -> None:
     lens = [(37 * b) % 200 for b in range(batch_size)]
     problem = make_problem(lens, next_n=1, heads=32, device="cuda")
     run_and_compare(problem, Config(split_kv=2))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("lens", "next_n"), [([300, 0, 77], 6), ([64], 1), ([5, 700], 5)])
+def test_without_a_config_the_selector_picks_one(lens: list[int], next_n: int, device: str) -> None:
+    problem = make_problem(lens, next_n=next_n, heads=32, device=device)
+    out, _ = problem.guarded_output()
+    paged_mqa_logits(*problem.arguments, out=out, max_context_len=max(lens))
+    expected, work = reference_logits(*problem.arguments)
+    assert worst_error(out, expected, work)[0] <= (ON_GPU if device == "cuda" else EXACT)[0]
+
+
+@pytest.mark.interpret
+def test_choice_does_not_depend_on_the_width_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A million columns of output say nothing about how long the contexts are."""
+    from tilewise.kernels.paged_mqa_logits import launch
+
+    asked: list[Shape] = []
+
+    def choose(shape: Shape, arch: object) -> Config:
+        asked.append(shape)
+        return Config()
+
+    monkeypatch.setattr(launch, "_choose", choose)
+    problem = make_problem([2000, 70], next_n=4, heads=32, table_tail=2000)
+    for width in (40_000, 120_000):
+        out = torch.empty(8, width)
+        paged_mqa_logits(*problem.arguments[:5], width, out=out)
+    assert asked[0] == asked[1]
+    assert asked[0].max_context_len == launch.USUAL_CONTEXT_LEN
