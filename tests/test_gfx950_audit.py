@@ -67,9 +67,9 @@ def test_instructions_of_the_reported_shape():
     assert per_token(REPORTED, alone)["valu_per_token_128_keys"] <= 160
 
 
-@pytest.mark.parametrize("fuse_n", [1, 2, 3, 6])
+@pytest.mark.parametrize("fuse_n", [1, 6])
 def test_no_turn_of_the_loop_waits_for_all_loads(fuse_n):
-    for form in space.offered(REPORTED)[:2]:
+    for form in space.offered(REPORTED, fuse_n)[:2]:
         compiled = audit.build.compile_for(REPORTED, space.config_of(fuse_n, form, 1, "xcd"))
         code = assembly.parse(compiled.asm["amdgcn"])
         first, last = assembly.main_loop(code)

@@ -75,8 +75,8 @@ def test_an_empty_batch_takes_no_less_than_a_launch():
 
 def test_keys_that_groups_share_cost_less_where_the_order_keeps_them_on_one_die():
     shape = Shape(16, 6, 32, 128, 128, 131072, None, "preshuffled")
-    one = space.config_of(1, space.offered(shape)[0], 10, "xcd")
-    other = space.config_of(1, space.offered(shape)[0], 10, "launched")
+    one = space.config_of(1, space.offered(shape, 1)[0], 10, "xcd")
+    other = space.config_of(1, space.offered(shape, 1)[0], 10, "launched")
     assert space.prior_us(shape, one, MI355X) < space.prior_us(shape, other, MI355X)
 
 

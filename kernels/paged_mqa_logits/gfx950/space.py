@@ -25,6 +25,7 @@ EPILOGUES = ("max", "packed")
 # launched: as the hardware deals programs out. xcd: runs of neighbours, which read the same K, on one die.
 PROGRAM_ORDERS = ("launched", "xcd")
 LANES = 64
+MAX_ROWS_AT_64_KEYS = 6 * 32  # heads x tokens
 # Programs aimed at, per wave slot of the device: whole rounds of what is resident at once.
 ROUNDS = (2, 1, 4, 8)
 
@@ -104,14 +105,16 @@ def fuse_choices(shape: Shape) -> list[int]:
     return sorted((fuse_n for fuse_n in choices if fuse_n <= most), reverse=True)
 
 
-def offered(shape: Shape) -> list[Form]:
-    """The forms for these pages, those whose tile lies within one page first."""
+def offered(shape: Shape, fuse_n: int) -> list[Form]:
+    """The forms for these pages, those whose tile lies within one page first, the default first of all."""
     found: dict[Form, None] = {}
     for kind in PAGINGS:
         found |= {
             form: None
             for form in forms(shape.heads, shape.head_dim, kind)
             if paging(shape.block_kv, form.tile_kv) == kind
+            # K of 64 keys a wave leaves room for fewer queries.
+            and (form.tile_kv // form.num_warps < 64 or fuse_n * shape.heads <= MAX_ROWS_AT_64_KEYS)
         }
     return list(found)
 
@@ -120,7 +123,7 @@ def candidates(shape: Shape, arch: Arch) -> list[Config]:
     """The grid that is predicted, measured and chosen from, before `is_valid`."""
     grid = []
     for fuse_n in fuse_choices(shape):
-        for i, form in enumerate(offered(shape)):
+        for i, form in enumerate(offered(shape, fuse_n)):
             for rounds in ROUNDS:
                 split_kv = split_for(shape, fuse_n, form, arch, rounds)
                 grid.append(config_of(fuse_n, form, split_kv, "xcd"))
@@ -132,15 +135,15 @@ def candidates(shape: Shape, arch: Arch) -> list[Config]:
 
 def preferred(shape: Shape, arch: Arch) -> Config:
     """The widest fusion of the first form, whether or not the installed Triton compiles it well."""
-    choices = fuse_choices(shape)
-    form = offered(shape)[0]
-    return config_of(choices[0], form, split_for(shape, choices[0], form, arch, ROUNDS[0]), "xcd")
+    fuse_n = fuse_choices(shape)[0]
+    form = offered(shape, fuse_n)[0]
+    return config_of(fuse_n, form, split_for(shape, fuse_n, form, arch, ROUNDS[0]), "xcd")
 
 
 def default_config(shape: Shape, arch: Arch) -> Config | None:
     """The widest fusion and the first form that the audit passes; None where there is none."""
     for fuse_n in fuse_choices(shape):
-        for form in offered(shape):
+        for form in offered(shape, fuse_n):
             config = config_of(fuse_n, form, split_for(shape, fuse_n, form, arch, ROUNDS[0]), "xcd")
             if why_invalid(shape, config, arch) is None:
                 return config
