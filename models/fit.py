@@ -20,10 +20,10 @@ from tilewise.models.smooth import export as export_smooth
 Floats = npt.NDArray[np.float64]
 
 RANK_PARAMETERS: dict[str, Any] = {
-    "max_iter": 200,
+    "max_iter": 400,
     "learning_rate": 0.08,
-    "max_leaf_nodes": 31,
-    "max_depth": 7,
+    "max_leaf_nodes": 15,
+    "max_depth": 6,
     "min_samples_leaf": 10,
     "max_features": 0.5,
     "l2_regularization": 0.0,

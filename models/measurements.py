@@ -15,6 +15,8 @@ from tilewise.errors import InvalidProfileError, UnsupportedError
 from tilewise.kernels.paged_mqa_logits.spec import CONFIG_FIELDS, SHAPE_FIELDS, Config, Shape
 from tilewise.kernels.registry import kernel_source_hash
 
+FIRST, SECOND = 0, 1  # pass_index; later passes are duels of a few configs
+
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
@@ -23,8 +25,10 @@ Ints = npt.NDArray[np.int64]
 class Measurements:
     """One cell per shape and config that was tried, sorted by shape, then by config.
 
-    A time is the geometric mean of the medians of its rows; NaN where no row has one. `first` and `second` are the
-    same over the rows of pass 0 and of later passes.
+    A time is the geometric mean of the medians of its rows; NaN where no row has one. `first_us` and `second_us` are
+    that over the rows of pass 0 and of pass 1. `latency_us` is it over all rows, duels too, after each later pass of a
+    shape was scaled to agree with the first one on the configs that both have: clocks drift between passes, and a pass
+    that has only some of the configs must not move those against the others.
     """
 
     op: str
@@ -94,19 +98,22 @@ def measurements(columns: Mapping[str, Sequence[Any]], *, op: str, arch: str) ->
     configs, config_id = _unique(columns, CONFIG_FIELDS, at, Config)
     latency = np.array([columns["latency_us"][i] for i in at.tolist()], dtype=np.float64)  # None becomes NaN
     latency[~timed[at]] = np.nan
-    later = np.asarray(columns["pass_index"])[at] > 0
+    pass_index = np.asarray(columns["pass_index"])[at]
 
     cell = shape_id * len(configs) + config_id
     cells, inverse = np.unique(cell, return_inverse=True)
     log = np.log(latency)
 
-    def mean(rows: npt.NDArray[np.bool_]) -> Floats:
-        use = rows & ~np.isnan(log)
-        total_log = np.bincount(inverse[use], weights=log[use], minlength=len(cells))
+    def mean(use: npt.NDArray[np.bool_], values: Floats) -> Floats:
+        use = use & ~np.isnan(values)
+        total_log = np.bincount(inverse[use], weights=values[use], minlength=len(cells))
         count = np.bincount(inverse[use], minlength=len(cells))
         with np.errstate(invalid="ignore", divide="ignore"):
             return np.asarray(np.exp(total_log / count), dtype=np.float64)
 
+    first = mean(pass_index == FIRST, log)
+    second = mean(pass_index == SECOND, log)
+    every = mean(np.ones(len(at), bool), _aligned(log, np.log(first)[inverse], shape_id, pass_index))
     return Measurements(
         op,
         arch,
@@ -114,13 +121,27 @@ def measurements(columns: Mapping[str, Sequence[Any]], *, op: str, arch: str) ->
         configs,
         cells // len(configs),
         cells % len(configs),
-        mean(np.ones(len(at), bool)),
-        mean(~later),
-        mean(later),
+        every,
+        first,
+        second,
         hashes,
         len(at),
         dict(dropped),
     )
+
+
+def _aligned(log: Floats, first: Floats, shape_id: Ints, pass_index: Ints) -> Floats:
+    """[rows] log times with each later pass of each shape shifted to the first one."""
+    shifted = log.copy()
+    for number in sorted(set(pass_index.tolist()) - {FIRST}):
+        of_pass = np.flatnonzero(pass_index == number)
+        for shape in np.unique(shape_id[of_pass]):
+            rows = of_pass[shape_id[of_pass] == shape]
+            gap = log[rows] - first[rows]
+            gap = gap[~np.isnan(gap)]
+            if len(gap):
+                shifted[rows] -= np.median(gap)
+    return shifted
 
 
 def installed_hash(kernel: str) -> str | None:
