@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from tilewise.kernels.paged_mqa_logits.spec import SCALE_BYTES, Config, Shape, c
 from tilewise.kernels.paged_mqa_logits.traits import Traits
 
 MAX_INT32 = (1 << 31) - 1
+
+Dims = tuple[int, ...]
 
 
 class PreparedLaunch:
@@ -50,25 +53,12 @@ class PreparedLaunch:
         out: Tensor,
         max_columns: int,
     ) -> None:
-        batch_size, next_n, heads, head_dim = q.shape
-        block_kv = kv_cache.shape[1]
-        token_stride = q.stride(1) if next_n > 1 else heads * head_dim
-        request_stride = q.stride(0) if batch_size > 1 else next_n * token_stride
-        weights_stride = weights.stride(0) if weights.shape[0] > 1 else heads
-        num_blocks = kv_cache.shape[0]
-        page_bytes = block_kv * (head_dim + SCALE_BYTES)
-        page_stride = kv_cache.stride(0) if num_blocks > 1 else page_bytes
-        k_at = kv_cache.data_ptr()
-        rows = batch_size * next_n
-        weights_at = weights.data_ptr()
-        unaligned = weights_at % 16  # TMA starts at multiples of 16 bytes
-        weights_first = unaligned // 4
-        descriptor = self._launch.descriptor
-        arguments = [
-            *descriptor(0, k_at, (num_blocks, block_kv, head_dim), (page_stride, head_dim, 1)),
-            *descriptor(1, k_at, (num_blocks, page_bytes // 4), (page_stride // 4, 1)),
-            *descriptor(2, q.data_ptr(), tuple(q.shape), (request_stride, token_stride, head_dim, 1)),
-            *descriptor(3, weights_at - unaligned, (weights_first + (rows - 1) * weights_stride + heads,), (1,)),
+        weights_first, geometry = descriptors(q, kv_cache, weights)
+        arguments: list[Any] = []
+        for index, (address, dims, strides) in enumerate(geometry):
+            arguments += self._launch.descriptor(index, address, dims, strides)
+        batch_size = q.shape[0]
+        arguments += (
             block_tables.data_ptr(),
             context_lens.data_ptr(),
             out.data_ptr(),
@@ -78,13 +68,38 @@ class PreparedLaunch:
             block_tables.stride(0),
             context_lens.stride(0),
             weights_first,
-            weights_stride,
+            weights.stride(0),
             out.stride(0),
-        ]
+        )
         parts = batch_size * self._groups
         grid = min(self._workgroups, parts * cdiv(max_columns, 64)) if self._balanced else parts * self._split_kv
         if grid > 0:
             self._launch(grid, compat.current_stream(self._device), arguments)
+
+
+def descriptors(q: Tensor, kv_cache: Tensor, weights: Tensor) -> tuple[int, list[tuple[int, Dims, Dims]]]:
+    """How far the first weight is from the address its descriptor starts at, in elements; and address, sizes and
+    strides in elements of the descriptors of K values, K scales, query tokens and weights.
+
+    Strides of dimensions of size 1 may be anything in a tensor, but not in a descriptor.
+    """
+    batch_size, next_n, heads, head_dim = q.shape
+    num_blocks, block_kv = kv_cache.shape[:2]
+    page_bytes = block_kv * (head_dim + SCALE_BYTES)
+    page_stride = kv_cache.stride(0) if num_blocks > 1 else page_bytes
+    token_stride = q.stride(1) if next_n > 1 else heads * head_dim
+    request_stride = q.stride(0) if batch_size > 1 else next_n * token_stride
+    k_at = kv_cache.data_ptr()
+    weights_at = weights.data_ptr()
+    unaligned = weights_at % 16  # TMA starts at multiples of 16 bytes
+    weights_first = unaligned // 4
+    weights_span = weights_first + (batch_size * next_n - 1) * weights.stride(0) + heads
+    return weights_first, [
+        (k_at, (num_blocks, block_kv, head_dim), (page_stride, head_dim, 1)),
+        (k_at, (num_blocks, page_bytes // 4), (page_stride // 4, 1)),
+        (q.data_ptr(), (batch_size, next_n, heads, head_dim), (request_stride, token_stride, head_dim, 1)),
+        (weights_at - unaligned, (weights_span,), (1,)),
+    ]
 
 
 def prepare(shape: Shape, config: Config, *, per_token_lens: bool = False, device: int = 0) -> PreparedLaunch:
