@@ -11,15 +11,17 @@ pytest.importorskip("triton")
 pytest.importorskip("tinygrad")
 
 from emulator.memory import Memory  # noqa: E402
-from emulator.problem import as_bytes, emulate, map_tensor, run, shape_of  # noqa: E402
+from emulator.problem import as_bytes, emulate, map_tensor, preshuffled, run, shape_of  # noqa: E402
 from paged_cache import Problem, make_problem  # noqa: E402
 
 from tilewise.errors import InvalidTensorError  # noqa: E402
+from tilewise.kernels.paged_mqa_logits.gfx950 import build, kernels  # noqa: E402
 from tilewise.kernels.paged_mqa_logits.gfx950 import launch as launcher  # noqa: E402
 from tilewise.kernels.paged_mqa_logits.gfx950.forms import Form, forms, paging  # noqa: E402
 from tilewise.kernels.paged_mqa_logits.gfx950.space import config_of, holds_whole_tiles  # noqa: E402
 from tilewise.kernels.paged_mqa_logits.reference import reference_logits, worst_error  # noqa: E402
 from tilewise.kernels.paged_mqa_logits.spec import Config  # noqa: E402
+from tilewise.kernels.paged_mqa_logits.traits import usual_traits  # noqa: E402
 
 BASE = Form(128, 4, 2, "16x16x128", "packed")
 RAGGED = (300, 77, 6, 0, 128, 1)
@@ -272,6 +274,15 @@ def test_outputs_past_2_31_bytes():
     assert torch.equal(rows[:, :150].nan_to_num(1e9), expected[:, :150].nan_to_num(1e9))
 
 
+def test_reference_reads_either_layout():
+    problem = make_problem([130, 7], next_n=2, heads=32, page_stride=64 * 132 + 64)
+    flat = reference_logits(*problem.arguments)
+    shuffled = dataclasses.replace(problem, kv_cache=preshuffled(problem.kv_cache))
+    again = reference_logits(*shuffled.arguments, cache_layout="preshuffled")
+    assert all(torch.equal(a.nan_to_num(1e9), b.nan_to_num(1e9)) for a, b in zip(flat, again, strict=True))
+    assert not torch.equal(reference_logits(*shuffled.arguments)[1], flat[1])
+
+
 def test_moving_a_token_between_pages_moves_its_logit():
     """In both layouts: the value bytes, and the scale after the page's values, belong to one slot."""
     for layout in ("flat", "preshuffled"):
@@ -306,6 +317,20 @@ def test_strides_that_the_loads_cannot_take_are_refused():
 def test_token_rows_past_32_bit_offsets_are_refused():
     wide = torch.empty(4, 1 << 26, device="meta")[:, :90]
     refused(make_problem([90, 33], next_n=2, heads=32), wide, "token rows of less than")
+
+
+def test_launch_hands_over_what_the_kernel_takes_in_its_order():
+    """The launch itself needs a GPU; what it passes by position and by name does not."""
+    problem = make_problem([90, 33], next_n=2, heads=32)
+    shape, launched = shape_of(problem), config(2)
+    numbers = launcher.launch_numbers(*problem.arguments[:5], torch.empty(4, 90), 90, shape, launched)
+    tensors = [name for name in build.SIGNATURE if name.endswith("_ptr")]
+    assert list(build.SIGNATURE) == [*tensors, *numbers]
+    names = kernels._paged_mqa_logits_kernel.arg_names
+    assert names == [*build.SIGNATURE, *build.constexprs(shape, launched, False)]
+    assert set(numbers) == set(kernels._UNSPECIALIZED)
+    key = launcher.launch_key(shape, launched, usual_traits(shape))
+    assert key != launcher.launch_key(shape, launched, usual_traits(shape, per_token_lens=True))
 
 
 def test_as_bytes_shares_storage():

@@ -197,6 +197,16 @@ def test_a_reader_around_the_loop_is_found():
     assert any("v_add_f32 reads v10 1 wait states" in problem for problem in assembly.short_waits(assembly.parse(text)))
 
 
+def test_swaps_and_scalar_addresses_have_waits_of_their_own():
+    swap = assembly.parse("\tv_add_f32 v1, v2, v3\n\ts_nop 0\n\tv_permlane32_swap_b32 v1, v4\n")
+    assert assembly.short_waits(swap) == ["v_permlane32_swap_b32 reads v1 1 wait states after v_add_f32, which needs 2"]
+    address = "\tv_readfirstlane_b32 s4, v1\n{}\tbuffer_load_dword v2, v3, s[4:7], 0 offen\n"
+    assert assembly.short_waits(assembly.parse(address.format("\ts_nop 3\n"))) == [
+        "buffer_load_dword reads s4 4 wait states after v_readfirstlane_b32, which needs 5"
+    ]
+    assert assembly.short_waits(assembly.parse(address.format("\ts_mul_i32 s4, s4, s8\n"))) == []
+
+
 def test_the_compilers_own_waits_are_those_that_are_asked_for():
     """Where every reader is an instruction that the compiler knows, its waits are the least: ours are no shorter."""
     for mfma, name in (

@@ -16,6 +16,8 @@ MFMA_PASSES = {
     "v_mfma_scale_f32_32x32x64_f8f6f4": 16,
 }
 CYCLES_PER_PASS = 4
+WAIT_BEFORE_SWAP = 2  # from a vector instruction to a permlane swap of its result
+WAIT_BEFORE_MEMORY = 5  # from a vector instruction that writes a scalar register to a memory access that reads it
 _MEMORY = ("buffer_", "global_", "flat_", "scratch_", "ds_", "s_load", "s_buffer_load")
 
 
@@ -108,18 +110,20 @@ def count(code: Iterable[Instruction]) -> Loop:
 
 
 def registers(operand: str) -> set[str]:
-    """The vector and accumulator registers that an operand names, such as {"v4", "v5"} for "v[4:5]"."""
-    found = {kind + number for kind, number in re.findall(r"\b([va])(\d+)\b", operand)}
-    for kind, first, last in re.findall(r"\b([va])\[(\d+):(\d+)\]", operand):
+    """The scalar, vector and accumulator registers that an operand names, such as {"v4", "v5"} for "v[4:5]"."""
+    found = {kind + number for kind, number in re.findall(r"\b([sva])(\d+)\b", operand)}
+    for kind, first, last in re.findall(r"\b([sva])\[(\d+):(\d+)\]", operand):
         found |= {f"{kind}{i}" for i in range(int(first), int(last) + 1)}
     return found
 
 
 def short_waits(code: list[Instruction]) -> list[str]:
-    """Readers of a matrix product that come too soon, each as a sentence; none in correct code.
+    """Readers that come too soon after a writer, each as a sentence; none in correct code.
 
-    The compiler places these waits itself, except where the reader is inline assembly. Follows the listing in order,
-    and once more around every loop.
+    The compiler places these waits itself, except where one end is inline assembly. Checked are the three kinds that
+    the kernel's inline assembly could meet: a matrix product and its reader; a vector instruction and a permlane swap
+    of its result; a vector instruction that writes a scalar register and a memory access that reads it. Follows the
+    listing in order, and once more around every loop.
     """
     problems = _short_waits(code)
     for first, last in loops(code):
@@ -129,29 +133,47 @@ def short_waits(code: list[Instruction]) -> list[str]:
 
 def _short_waits(code: list[Instruction]) -> list[str]:
     problems = []
-    pending: dict[str, tuple[str, int]] = {}  # register -> the MFMA that writes it, and when it was issued
+    products: dict[str, tuple[str, int]] = {}  # register -> the product that writes it, and when it was issued
+    vectors: dict[str, tuple[str, int]] = {}  # the same of other vector instructions
     now = 0
+
+    def check(reader: str, read: set[str], writers: dict[str, tuple[str, int]], needed: int | None) -> None:
+        for register in sorted(read & writers.keys()):
+            writer, issued = writers[register]
+            wanted = wait_states_after(writer) if needed is None else needed
+            if now - issued < wanted:
+                problems.append(
+                    f"{reader} reads {register} {now - issued} wait states after {writer}, which needs {wanted}"
+                )
+
     for instruction in code:
         name, operands = instruction.name, instruction.operands
         if name == "s_nop":
             now += int(operands[0], 0) + 1
             continue
         if name.startswith("v_mfma"):
-            # Reads by another MFMA have shorter waits, which the compiler knows: both ends are its own.
-            pending |= dict.fromkeys(registers(operands[0]), (name, now + 1))
-        elif name.startswith(("v_", "buffer_store", "global_store", "scratch_store", "ds_write")):
-            written = registers(operands[0]) if name.startswith("v_") else set()
-            read = set().union(*(registers(operand) for operand in operands[1 if written else 0 :]))
-            if name.startswith(("v_fmac", "v_permlane16_swap", "v_permlane32_swap")):
+            # Reads by another product have shorter waits, which the compiler knows: both ends are its own.
+            products |= dict.fromkeys(registers(operands[0]), (name, now + 1))
+        elif name.startswith("v_"):
+            written = registers(operands[0])
+            read = set().union(*(registers(operand) for operand in operands[1:]))
+            if name.startswith("v_permlane"):
+                written |= registers(operands[1])
+                check(name, written, vectors, WAIT_BEFORE_SWAP)
+            if name.startswith(("v_fmac", "v_permlane")):
                 read |= written
-            for register in read & pending.keys():
-                mfma, issued = pending[register]
-                if now - issued < wait_states_after(mfma):
-                    problems.append(
-                        f"{name} reads {register} {now - issued} wait states after {mfma}, which needs "
-                        f"{wait_states_after(mfma)}"
-                    )
+            check(name, read, products, None)
             for register in written:
-                pending.pop(register, None)
+                products.pop(register, None)
+                vectors[register] = (name, now + 1)
+        elif name.startswith(_MEMORY):
+            read = set().union(*(registers(operand) for operand in operands))
+            if "_store" in name or name.startswith("ds_write"):
+                check(name, read, products, None)
+            if not name.startswith("s_"):
+                check(name, {r for r in read if r[0] == "s"}, vectors, WAIT_BEFORE_MEMORY)
+        elif name.startswith("s_") and operands[0]:
+            for register in registers(operands[0]):
+                vectors.pop(register, None)  # a scalar instruction's own result: the hardware waits for it
         now += 1
     return problems

@@ -73,7 +73,8 @@ def _files() -> dict[str, dict[str, Any]]:
         for name in names
         if name.startswith("gfx950_triton-") and name.endswith(".json")
     ]
-    return {str(audit["triton"]): audit for audit in map(json.loads, texts)}
+    found = {str(audit["triton"]): audit for audit in map(json.loads, texts)}
+    return dict(sorted(found.items(), key=lambda item: [int(part) for part in item[0].split(".")]))
 
 
 @functools.cache
