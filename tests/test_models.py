@@ -156,17 +156,20 @@ def test_a_config_without_a_time_is_never_chosen() -> None:
 # -- cells and judging
 
 
-def test_cells_are_means_over_passes() -> None:
-    shape, config = trained.SHAPES[0], spec.default_config(trained.SHAPES[0], trained.ARCH)
-    rows = [
-        synthetic.synthetic_row(shape, config, pass_index=index, latency_us=us)
-        for index, us in ((0, 8.0), (0, 2.0), (1, 9.0))
-    ]
+def test_a_later_pass_on_another_clock_does_not_move_its_configs_against_the_others() -> None:
+    shape = trained.SHAPES[0]
+    one, two, three = spec.candidates(shape, trained.ARCH)[:3]
+    # The second pass ran at half the clock; the duel, of two configs, at a third of it.
+    timed = [
+        (one, 0, 8.0), (one, 0, 2.0), (two, 0, 5.0), (three, 0, 6.0), (one, 1, 8.0), (two, 1, 10.0), (three, 1, 12.0),
+        (one, 2, 12.0), (two, 2, 15.0),
+    ]  # fmt: skip
+    rows = [synthetic.synthetic_row(shape, config, pass_index=i, latency_us=us) for config, i, us in timed]
     table = measurements(trained.columns(rows), op=trained.OP, arch="h200")
-    assert len(table.shape_id) == 1
-    assert math.isclose(table.first_us[0], 4.0)
-    assert math.isclose(table.second_us[0], 9.0)
-    assert math.isclose(table.latency_us[0], (8 * 2 * 9) ** (1 / 3))
+    at = [[table.configs[c] for c in table.config_id].index(config) for config in (one, two, three)]
+    assert table.first_us[at] == pytest.approx([4.0, 5.0, 6.0])
+    assert table.second_us[at] == pytest.approx([8.0, 10.0, 12.0])
+    assert table.latency_us[at] == pytest.approx([4.0, 5.0, 6.0])
 
 
 def test_only_shapes_with_every_candidate_timed_twice_are_judged() -> None:

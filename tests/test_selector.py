@@ -60,16 +60,17 @@ def retrained(change: Any, folder: Path) -> Selector:
 
 
 def test_a_measured_shape_gets_its_measured_best(chooser: Selector) -> None:
-    times = {}
-    for row in trained.rows():
-        if Shape(**{name: row[name] for name in spec.SHAPE_FIELDS}) == KNOWN:
-            times.setdefault(Config(**{name: row[name] for name in spec.CONFIG_FIELDS}), []).append(row["latency_us"])
-    mean = {config: (a * b) ** 0.5 for config, (a, b) in times.items()}
+    # The second pass of the synthetic rows is 0.1 % slower throughout, which is scaled away.
+    mean = {
+        Config(**{name: row[name] for name in spec.CONFIG_FIELDS}): row["latency_us"]
+        for row in trained.rows()
+        if Shape(**{name: row[name] for name in spec.SHAPE_FIELDS}) == KNOWN and row["pass_index"] == 0
+    }
     decision = chooser.select(KNOWN)
     assert (decision.source, decision.regime) == ("exact", "inside")
-    assert decision.predicted_us == pytest.approx(mean[decision.config])
+    assert decision.predicted_us == pytest.approx(mean[decision.config], rel=1e-4)
     assert mean[decision.config] <= min(mean.values()) * (1 + chooser.bundle.noise_margin)
-    assert decision.margin == pytest.approx(mean[decision.runner_up] / mean[decision.config] - 1)
+    assert decision.margin == pytest.approx(mean[decision.runner_up] / mean[decision.config] - 1, abs=1e-4)
     assert decision.model_id == chooser.bundle.model_id
     assert "measured" in decision.reason
     assert chooser.counters == {}

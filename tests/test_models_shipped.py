@@ -1,0 +1,63 @@
+"""The bundles that come with the package: whole, of the profiles and kernels that come with it, and as good as told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("pyarrow")
+
+from tilewise.data.store import load_profile
+from tilewise.dispatch.selector import Selector
+from tilewise.kernels.paged_mqa_logits.spec import Shape
+from tilewise.models import registry
+from tilewise.models.bundle import Bundle
+from tilewise.models.golden import verify
+from tilewise.models.latency import data_digest
+from tilewise.models.measurements import installed_hash, measurements
+
+FITTED = registry.shipped("paged_mqa_logits", "h200").parent.parent
+SHIPPED = sorted(path.parent for path in FITTED.glob("*/*/manifest.json"))
+
+
+def test_there_is_a_bundle_for_the_measured_gpu() -> None:
+    assert registry.shipped("paged_mqa_logits", "h200") in SHIPPED
+
+
+@pytest.mark.parametrize("folder", SHIPPED, ids=lambda path: f"{path.parent.name}-{path.name}")
+def test_a_shipped_bundle_loads_and_keeps_its_golden_picks(folder: Path) -> None:
+    bundle = Bundle.load(folder)
+    assert (bundle.op, bundle.arch.name) == (folder.parent.name, folder.name)
+    verify(bundle)
+
+
+@pytest.mark.parametrize("folder", SHIPPED, ids=lambda path: f"{path.parent.name}-{path.name}")
+def test_a_shipped_bundle_was_trained_on_the_shipped_profile_of_the_kernels_as_they_are(
+    folder: Path, tmp_path: Path
+) -> None:
+    bundle = Bundle.load(folder)
+    profile = load_profile(bundle.op, bundle.arch.name, home=tmp_path)
+    measured = measurements(profile.columns, op=bundle.op, arch=bundle.arch.name)
+    assert bundle.manifest["data"]["digest"] == data_digest(measured), "train the shipped bundle again"
+    for kernel, source in bundle.kernel_hashes.items():
+        assert installed_hash(kernel) == source, f"kernel {kernel} changed: measure and train again"
+
+
+def test_the_h200_bundle_is_as_good_as_was_asked_and_better_than_every_baseline() -> None:
+    metrics = Bundle.load(registry.shipped("paged_mqa_logits", "h200")).manifest["metrics"]
+    assert metrics["judged_shapes"] >= 60
+    assert metrics["failures"] == 0
+    assert metrics["geomean_regret"] <= 1.015
+    assert metrics["worst_regret"] <= 1.10
+    for name in ("default", "rule", "nearest"):
+        baseline = metrics["baselines"][name]
+        assert metrics["geomean_regret"] < baseline["geomean_regret"]
+        assert metrics["worst_regret"] < baseline["worst_regret"]
+
+
+def test_the_usual_decode_shape_is_answered_from_measurement(tmp_path: Path) -> None:
+    decision = Selector("h200", home=tmp_path).select(Shape(16, 6, 32, 128, 64, 131072))
+    assert (decision.source, decision.regime) == ("exact", "inside")
+    assert decision.config.fuse_n == 6
+    assert 100 < decision.predicted_us < 200
