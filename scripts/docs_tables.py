@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import json
 import re
 import sys
 from collections.abc import Callable
@@ -38,7 +39,20 @@ def tables() -> dict[str, Callable[[], str]]:
             portable_vs_prototype.summarise(portable_vs_prototype.RESULTS)
         return text.getvalue().strip()
 
+    def evaluation() -> str:
+        manifest = ROOT / "models" / "fitted" / "paged_mqa_logits" / "h200" / "manifest.json"
+        metrics = json.loads(manifest.read_text(encoding="utf-8"))["metrics"]
+        lines = [
+            f"| {metrics['judged_shapes']} judged shapes | geomean | P90 | worst | within 2 % | within 5 % |",
+            "|---|---|---|---|---|---|",
+        ]
+        for name, found in [("**tilewise**", metrics), *metrics["baselines"].items()]:
+            regrets = " | ".join(f"{found[f'{key}_regret']:.3f}" for key in ("geomean", "p90", "worst"))
+            lines.append(f"| {name} | {regrets} | {found['within_2pct']:.0%} | {found['within_5pct']:.0%} |")
+        return "\n".join(lines)
+
     return {
+        "evaluation": evaluation,
         "m-efficiency": lambda: m_efficiency.table(rows, "h200"),
         "fused-summary": lambda: fused_vs_per_next_n.summary(uniform, "h200"),
         "fused-detail": lambda: fused_vs_per_next_n.detail(uniform),
