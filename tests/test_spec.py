@@ -117,7 +117,7 @@ def test_a_kernel_runs_only_on_its_archs() -> None:
             assert "does not run on" in reason
 
 
-@pytest.mark.parametrize("isa", ["sm75", "sm80", "gfx90a"])
+@pytest.mark.parametrize("isa", ["sm75", "sm80", "gfx90a", "gfx942"])
 def test_gpus_without_fp8_products_have_no_kernel(isa: str) -> None:
     arch = dataclasses.replace(H200, name="other", isa=isa)
     with pytest.raises(InvalidConfigError, match="no kernel serves"):
