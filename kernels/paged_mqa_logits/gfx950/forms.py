@@ -44,13 +44,13 @@ _COMMON_128 = (
     Form(128, 4, 2, _WIDE, "packed"),
     Form(64, 2, 2, _WIDE, "packed"),
     Form(32, 1, 2, _WIDE, "packed"),
-    Form(128, 4, 2, _TALL, "packed"),
 )
 # Tried at the head counts that are served: workgroups of eight waves, more waves a SIMD, and the simpler variants.
 _MORE_128 = (
     Form(256, 8, 2, _WIDE, "packed"),
     Form(128, 4, 3, _WIDE, "packed"),
     Form(128, 4, 4, _WIDE, "packed"),
+    Form(128, 4, 2, _TALL, "packed"),
     Form(64, 2, 2, _TALL, "packed"),
     Form(128, 4, 2, _WIDE, "max"),
     Form(128, 4, 2, _NARROW, "packed"),
@@ -62,8 +62,9 @@ _COMMON_64 = (Form(128, 4, 2, _NARROW, "packed"), Form(64, 2, 2, _NARROW, "packe
 
 def forms(heads: int, head_dim: int, kind: Paging) -> tuple[Form, ...]:
     """The forms offered, the default first. Pages smaller than a tile cost addresses of their own: few pay there."""
+    served = heads in _SERVED_HEADS
     if head_dim == 64:
-        return _COMMON_64 if kind == "whole" else _COMMON_64[:1]
+        return _COMMON_64 if kind == "whole" and served else _COMMON_64[:1]
     if kind == "whole":
-        return _COMMON_128 + (_MORE_128 if heads in _SERVED_HEADS else ())
-    return _ACROSS_128 if kind == "gather" and heads in _SERVED_HEADS else _ACROSS_128[:1]
+        return _COMMON_128 + (_MORE_128 if served else ())
+    return _ACROSS_128 if kind == "gather" and served else _ACROSS_128[:1]
