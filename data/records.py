@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilewise.errors import InvalidConfigError, InvalidShapeError
+from tilewise.kernels.arch import ARCHS
 from tilewise.kernels.paged_mqa_logits.spec import CONFIG_FIELDS, SHAPE_FIELDS, Config, Shape
 from tilewise.kernels.registry import OPS
 
@@ -106,6 +107,9 @@ def check_row(row: Mapping[str, Any]) -> str | None:
         return f"op must be one of {', '.join(OPS)}, got {row['op']!r}"
     if not _ARCH_NAME.fullmatch(row["arch"]):
         return f"arch must be lower case letters, digits, '-' and '_', got {row['arch']!r}"
+    known = ARCHS.get(row["arch"])
+    if known is not None and row["compute_units"] != known.compute_units:  # a part of such a card is another arch
+        return f"compute_units must be {known.compute_units} on {known.name}, got {row['compute_units']}"
     if row["status"] not in STATUSES:
         return f"status must be one of {', '.join(STATUSES)}, got {row['status']!r}"
     try:
