@@ -106,7 +106,7 @@ def cases() -> list[Case]:
             name = f"n{next_n} f{config.fuse_n} g{config.dot_n} c{config.consumers}/{config.token_split} {epilogue}"
             found.append(Case(name, config, next_n))
     found += [
-        Case(f"two tiles n{n} {e}", cfg(n, min(n, 2), 2, split, tile_kv=128, epilogue=e), n, runs=5)
+        Case(f"two tiles n{n} {e}", cfg(n, min(n, 2), 2, split, tile_kv=128, epilogue=e), n, heads=32, runs=5)
         for n, split in ((1, 1), (2, 1), (3, 2), (4, 2), (4, 1), (5, 2)) for e in ("add", "abs")
     ]  # fmt: skip
     found += [Case(f"h32 dot4 n{n}", cfg(n, 4, 2), n, heads=32) for n in (4, 5, 6, 7, 8)]

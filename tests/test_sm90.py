@@ -94,6 +94,7 @@ def test_every_served_shape_has_a_valid_default_and_candidates(heads: int, head_
         ({"ctas_per_sm": 3, "consumers": 2, "fuse_n": 4, "dot_n": 2}, {}, "registers"),
         ({"tile_kv": 256}, {}, "tile_kv must be 64"),
         ({"tile_kv": 128, "num_stages": 2}, {}, "at least 4"),
+        ({"tile_kv": 128}, {}, "beyond 128 columns"),
     ],
 )
 def test_what_may_not_launch_says_why(change: dict, shape_change: dict, words: str) -> None:

@@ -65,6 +65,10 @@ def why_invalid(shape: Shape, config: Config, arch: Arch) -> str | None:
         return f"dot_n x heads must be at most {MAX_COLUMNS}, got {config.dot_n * shape.heads}"
     if config.epilogue.startswith("abs") and own_tokens(config) > STORE_N:
         return f"epilogue {config.epilogue} takes at most {STORE_N} query tokens a consumer, got {own_tokens(config)}"
+    columns = own_tokens(config) * shape.heads
+    most = 64 if config.epilogue.startswith("abs") else 128
+    if config.tile_kv > TILE_KV and columns > most:
+        return f"tile_kv {config.tile_kv} with epilogue {config.epilogue} spills beyond {most} columns, got {columns}"
     if config.schedule == "balanced" and config.split_kv != 1:
         return f"split_kv must be 1 where the schedule is balanced, got {config.split_kv}"
     if not 1 <= config.ctas_per_sm <= 4:
@@ -187,9 +191,12 @@ def candidates(shape: Shape, arch: Arch) -> list[Config]:
                 if token_split > 1 and token_split > cdiv(fuse_n, dot_n):
                     continue  # a consumer would have no product of its own
                 for epilogue in ("add", "mix", "abs"):
-                    found.append(_config(fuse_n, dot_n, consumers, token_split, num_stages, epilogue))
-                if whole and not small and consumers == 2:
-                    found.append(_config(fuse_n, dot_n, consumers, token_split, num_stages, "abs", tile_kv=2 * TILE_KV))
+                    if epilogue != "abs" or dot_n == dots[0]:  # narrower products spill with it
+                        found.append(_config(fuse_n, dot_n, consumers, token_split, num_stages, epilogue))
+                if whole and not small and consumers < 4:
+                    for epilogue in ("mix", "abs"):
+                        both = 2 * TILE_KV
+                        found.append(_config(fuse_n, dot_n, consumers, token_split, num_stages, epilogue, tile_kv=both))
         if fuse_n == 1:
             found += [_config(1, 1, 1, 1, 4, epilogue, ctas_per_sm=3) for epilogue in ("add", "mix", "abs")]
         if small:  # no count over the batch: a shorter start
