@@ -140,7 +140,7 @@ def _registers(shape: Shape, config: Config, ahead: int) -> int:
     # compiler mixes; and what addresses, shared memory descriptors (a few for each product) and loop state take.
     pieces = most_pieces(config) * config.tile_kv // TILE_KV
     live = min(pieces, STORE_N // config.dot_n + ahead - 1)
-    return live * config.dot_n * shape.heads // 2 + 26 + 6 * pieces
+    return live * config.dot_n * shape.heads // 2 + 20 + 6 * pieces + 6 * cdiv(own_tokens(config), STORE_N)
 
 
 def _operand_registers(shape: Shape, config: Config) -> int:
@@ -161,18 +161,16 @@ def second_slots(config: Config) -> int:
 
 
 def shared_memory_bytes(shape: Shape, config: Config) -> int:
-    """Shared memory of a workgroup: two sets of query tokens, the ring of K tiles, weight tiles, barriers."""
+    """Shared memory of a workgroup, or a little more: query tokens, the ring of K tiles, weight tiles, scratch."""
     tokens = 2 * cdiv(config.fuse_n, config.dot_n) * config.dot_n * shape.heads * (shape.head_dim + SCALE_BYTES)
-    ring = config.num_stages * TILE_KV * (shape.head_dim + SCALE_BYTES)
+    ring = config.num_stages * (TILE_KV * (shape.head_dim + SCALE_BYTES) + 16)
+    each = 2176  # of a consumer: the quads' transposes
     if config.epilogue.startswith("abs"):
-        second = config.consumers * second_slots(config) * shape.head_dim
-    else:
+        each += second_slots(config) * shape.head_dim * 5 + 768  # the columns, and sums over warps
+    elif config.epilogue in SECOND_PRODUCTS:
         element = 4 if config.epilogue == "tf32" else 2
-        second = config.consumers * second_slots(config) * 8 * config.dot_n * shape.heads * element
-    scratch = 1152 * config.consumers  # the quads' transposes
-    if config.epilogue.startswith("abs"):
-        scratch += config.consumers * (second_slots(config) * shape.head_dim * 4 + 512)  # sums over warps
-    return tokens + ring + second + scratch + 16 * config.num_stages
+        each += second_slots(config) * 8 * config.dot_n * shape.heads * element
+    return tokens + ring + config.consumers * each
 
 
 def candidates(shape: Shape, arch: Arch) -> list[Config]:
@@ -217,6 +215,7 @@ def default_config(shape: Shape, arch: Arch) -> Config | None:
     whole = shape.next_n * shape.heads % (3 * dot_n * shape.heads) == 0  # three equal parts
     structures = [(3, 3, 8)] if whole and shape.next_n >= 3 and shape.heads >= 64 else []
     structures += [(3, 1, 9)] if shape.next_n * shape.heads <= 192 else []
+    structures += [(2, 2, 8)] if shape.next_n * shape.heads > 384 else []
     for consumers, token_split, num_stages in (*structures, (2, 1, 8), (2, 1, 4)):
         config = _config(shape.next_n, dot_n, consumers, token_split, num_stages, "mix")
         if why_invalid(shape, config, arch) is None:
