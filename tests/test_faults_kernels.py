@@ -17,6 +17,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from interpreted_memory import only_own_memory  # noqa: E402
 from paged_cache import Problem, make_problem  # noqa: E402
 
 from tilewise.dispatch.selector import select  # noqa: E402
@@ -70,9 +71,10 @@ def poison(problem: Problem) -> Problem:
 
 
 def check(problem: Problem, config: Config, expected: Any) -> None:
-    """Every element right, nothing written outside; `expected` is `reference_logits` of the problem."""
+    """Every element right, nothing read or written outside; `expected` is `reference_logits` of the problem."""
     out, whole = problem.guarded_output()
-    paged_mqa_logits(*problem.arguments, config=config, out=out)
+    with contextlib.nullcontext() if out.is_cuda else only_own_memory(problem, out):
+        paged_mqa_logits(*problem.arguments, config=config, out=out)
     element, norm = worst_error(out, *expected)
     limits = (timing.MAX_ELEMENT_ERROR, timing.MAX_NORM_ERROR) if out.is_cuda else (1e-6, 1e-6)
     assert element <= limits[0], f"{config}: worst element {element}"
