@@ -159,6 +159,12 @@ def space(kernel: str) -> Space:
     return importlib.import_module(SPACES[kernel])
 
 
+@functools.cache
+def _unread(kernel: str) -> tuple[tuple[str, Any], ...]:
+    """Config fields that a kernel does not read, each with the value that it must have."""
+    return tuple((name, getattr(_NEUTRAL, name)) for name in CONFIG_FIELDS if name not in space(kernel).READS)
+
+
 def is_valid(shape: Shape, config: Config, arch: Arch) -> str | None:
     """Why this config cannot launch, or None. The only statement of it: sweep, selector, launcher and tests call it."""
     if config.kernel not in SPACES:
@@ -166,9 +172,9 @@ def is_valid(shape: Shape, config: Config, arch: Arch) -> str | None:
     own = space(config.kernel)
     if not own.runs_on(arch):
         return f"kernel {config.kernel} does not run on {arch.name} ({arch.isa})"
-    for name in CONFIG_FIELDS:
-        if name not in own.READS and getattr(config, name) != getattr(_NEUTRAL, name):
-            return f"kernel {config.kernel} does not read {name}: it must be {getattr(_NEUTRAL, name)!r}"
+    for name, neutral in _unread(config.kernel):
+        if getattr(config, name) != neutral:
+            return f"kernel {config.kernel} does not read {name}: it must be {neutral!r}"
     if not 1 <= config.fuse_n <= shape.next_n:
         return f"fuse_n must be 1 to next_n ({shape.next_n}), got {config.fuse_n}"
     if not _is_power_of_two(config.dot_n) or config.dot_n > config.fuse_n:
