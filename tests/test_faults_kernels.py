@@ -128,7 +128,7 @@ def served(shape: Shape, kernel: str, arch: Arch) -> bool:
 
 
 def test_a_page_that_no_kernel_reads_is_refused_before_the_launch() -> None:
-    """K4: asked for by name, a kernel for larger pages does not run on pages of one token."""
+    """K4, K19: asked for by name, a kernel for larger pages does not run on pages of one token."""
     for block_kv, error in ((1, InvalidConfigError), (2, InvalidShapeError), (48, InvalidShapeError)):
         problem = make_problem([70, 3], next_n=2, heads=32, block_kv=block_kv)
         out, whole = problem.guarded_output()
@@ -177,8 +177,9 @@ def test_moving_a_token_between_pages_moves_its_logit(block_kv: int, device: str
         after = paged_mqa_logits(*problem.arguments, config=config)
         moved = before.clone()
         moved[0, a], moved[0, b] = before[0, b], before[0, a]
-        assert before[0, a] != before[0, b]
-        assert torch.equal(after, moved), str(config)
+        largest = before.abs().max()
+        assert (before[0, a] - before[0, b]).abs() > 0.01 * largest
+        assert (after - moved).abs().max() <= (1e-3 * largest if after.is_cuda else 0.0), str(config)
 
 
 # -- lengths and rows
@@ -518,6 +519,7 @@ def test_every_launch_of_a_timed_graph_reads_its_own_pages() -> None:
 def test_selecting_does_not_disturb_a_capture() -> None:
     """A3: a shape that was never seen is weighed while a graph is captured, and the capture goes on."""
     counter = torch.zeros(1, device="cuda")
+    counter += 1  # loads the addition before the capture
     arch = current_arch()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
@@ -561,7 +563,8 @@ def test_a_wide_output_costs_no_more_than_a_narrow_one() -> None:
     """K20, K21: a million columns with 8,000 scored take no fill and no larger grid; either would be 4x and more."""
     times = {}
     for width in (8192, 1 << 20):
-        problem = make_problem([8000] * 64, next_n=4, heads=32, logits_width=width, device="cuda")
+        tail = (width - 8000) // 64  # as in a captured graph, the table is as wide as the output
+        problem = make_problem([8000] * 64, next_n=4, heads=32, table_tail=tail, logits_width=width, device="cuda")
         out = torch.empty(256, width, device="cuda")
         best = INF
         for _ in range(10):

@@ -271,7 +271,7 @@ def test_any_device_name_gives_an_arch_with_the_live_unit_count(name: object, un
     [("sm90", 78), ("sm90", 114), ("sm90", 80), ("gfx950", 80), ("gfx950", 128), ("gfx950", 228), ("gfx950", 304)],
 )
 def test_timings_of_a_whole_card_do_not_answer_for_a_part_of_it(isa: str, units: int, home: Path) -> None:
-    """C1, C2, C3: no model matches, which is said and counted, and the split is counted in the live units."""
+    """C1, C2, C3, C7: no model matches, which is said and counted, and the split is counted in the live units."""
     arch = match_arch(isa, units, "NVIDIA H200" if isa == "sm90" else "AMD Instinct MI355X")
     chooser = Selector(arch, home=home)
     decision = chooser.select(KNOWN)
@@ -364,7 +364,7 @@ def test_configs_of_kernels_that_are_not_installed_are_passed_over(
 
 
 def test_what_failed_or_was_timed_otherwise_is_never_the_pick(tmp_path: Path) -> None:
-    """A4, K25: a config that failed in any way, or ran only outside of a graph or with a warm cache, has no time."""
+    """A4, K24, K25: a config that failed in any way, or was only timed outside of a graph or warm, has no time."""
     bad: list[Callable[[Row], Row]] = [
         *(
             lambda row, status=status: {**timed(row, None), "status": status, "reason": "made to fail"}  # type: ignore[misc, arg-type]
