@@ -34,14 +34,14 @@ def faults() -> list[list[str]]:
 
 
 @functools.cache
-def functions_of(file: str) -> dict[str, str]:
-    """The test functions of a file, with their decorators and parameters as text."""
+def functions_of(file: str) -> dict[str, list[str]]:
+    """The test functions of a file, each with its decorators as text."""
     tree = ast.parse((TESTS / file).read_text(encoding="utf-8"))
     found = {}
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
             assert node.name not in found, f"{file} has two tests called {node.name}: one never runs"
-            found[node.name] = " ".join(ast.unparse(one) for one in node.decorator_list)
+            found[node.name] = [ast.unparse(one) for one in node.decorator_list]
     return found
 
 
@@ -67,7 +67,7 @@ def test_every_test_that_is_named_exists(fault: list[str]) -> None:
     for file, test, gpu in named:
         assert (TESTS / file).is_file(), file
         assert test in functions_of(file), f"{file}::{test}"
-        only_gpu = "pytest.mark.gpu" in functions_of(file)[test]
+        only_gpu = any(text.endswith(".gpu") for text in functions_of(file)[test])
         assert only_gpu == bool(gpu), f"{file}::{test} needs a GPU: {only_gpu}"
 
 
