@@ -362,35 +362,48 @@ def test_own_output_has_aligned_rows_whatever_the_width(device: str) -> None:
 
 
 @pytest.mark.parametrize("arch", [ARCHS["h200"], ARCHS["mi355x"]], ids=lambda arch: arch.name)
-def test_what_was_warmed_is_what_any_batch_launches(arch: Arch) -> None:
-    """K24, G11: `warm_up` compiles on one empty request; batches and contexts beyond it need no other binary."""
-    for next_n, heads in ((1, 32), (4, 64), (6, 32)):
-        for batch_size, longest in ((1, 300), (7, 4096), (300, 131072), (4096, 4096), (32768, 64)):
-            shape = Shape(batch_size, next_n, heads, 128, 64, longest)
-            warmed = dataclasses.replace(shape, batch_size=1, max_context_len=64, mean_context_len=64)
-            for config in candidates(shape, arch):
-                own = launch.launcher(config.kernel)
-                traits = usual_traits(shape)
-                assert own.launch_key(shape, config, traits) == own.launch_key(warmed, config, traits), str(config)
+def test_what_is_compiled_for_a_shape_is_what_it_launches(arch: Arch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """K24, G11: preparing a shape leaves nothing to compile at its real batch and context, whatever the kernel."""
+    launchers = {kernel: launch.launcher(kernel) for kernel in SPACES}
+
+    def without_a_gpu(kernel: str) -> Any:
+        return SimpleNamespace(launch_key=launchers[kernel].launch_key, launch=lambda *arguments: None)
+
+    monkeypatch.setattr(launch, "launcher", without_a_gpu)
+    monkeypatch.setattr(launch, "_arch", lambda q: arch)
+    for batch_size, next_n, heads, longest in (
+        (1, 1, 32, 300),
+        (7, 4, 64, 4096),
+        (300, 6, 32, 131072),
+        (4096, 2, 16, 64),
+    ):
+        shape = Shape(batch_size, next_n, heads, 128, 64, longest)
+        for per_token in (False, True):
+            traits = usual_traits(shape, per_token_lens=per_token)
+            for config in candidates(shape, arch)[::5]:
+                monkeypatch.setattr(launch, "_warmed", set())
+                launch.compile_config(shape, config, traits, device="cpu")
+                wanted = launchers[config.kernel].launch_key(shape, config, traits)
+                assert launch._warmed == {wanted}, f"{config} for {shape}"
 
 
 def test_what_changes_the_code_is_part_of_what_was_warmed() -> None:
     """A8, G11: layout, sizes and options that give another binary give another key, for every kernel."""
-    changes: list[dict[str, Any]] = [
-        {"heads": 64}, {"head_dim": 64}, {"block_kv": 128}, {"cache_layout": "preshuffled"},
-    ]  # fmt: skip
+    archs = {"portable": ARCHS["h200"], "sm90": ARCHS["h200"], "gfx950": ARCHS["mi355x"]}
+    others = [{"heads": 64}, {"head_dim": 64}, {"block_kv": 128}]
     shape = Shape(16, 6, 32, 128, 64, 4096)
-    for name, arch in (("portable", ARCHS["h200"]), ("gfx950", ARCHS["mi355x"])):
+    for name in SPACES:
         own = launch.launcher(name)
-        config = space(name).candidates(shape, arch)[0]
+        config = space(name).candidates(shape, archs[name])[0]
         keys = [own.launch_key(shape, config, usual_traits(shape, per_token_lens=each)) for each in (False, True)]
-        for change in changes:
-            other = dataclasses.replace(shape, **change)
-            if other.cache_layout == "flat" or name == "gfx950":
-                keys.append(own.launch_key(other, config, usual_traits(other)))
-        for change in ({"fuse_n": 2}, {"tile_kv": 32}, {"num_warps": 2}):
-            keys.append(own.launch_key(shape, dataclasses.replace(config, **change), usual_traits(shape)))
-        assert len(set(keys)) == len(keys) >= 8, name
+        for change in [*others, {"cache_layout": "preshuffled"}] if name == "gfx950" else others:
+            other = dataclasses.replace(shape, **change)  # type: ignore[arg-type]
+            keys.append(own.launch_key(other, config, usual_traits(other)))
+        for field, value in (("fuse_n", 2), ("tile_kv", 2 * config.tile_kv), ("num_warps", 2 * config.num_warps)):
+            if field in space(name).READS:
+                other_config = dataclasses.replace(config, **{field: value})
+                keys.append(own.launch_key(shape, other_config, usual_traits(shape)))
+        assert len(set(keys)) == len(keys) >= 7, name
 
 
 @pytest.mark.interpret

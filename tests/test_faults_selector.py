@@ -227,14 +227,15 @@ def test_every_measured_shape_is_found_again(home: Path) -> None:
 
 
 def test_only_context_and_not_width_is_part_of_a_question() -> None:
-    """K20: a shape has no width to decide by, and the default's split follows the context."""
+    """K20: a shape has no width to decide by, and the portable default's split follows the context."""
     assert not {name for name in spec.SHAPE_FIELDS if "width" in name or "model_len" in name}
-    splits = {
-        longest: default_config(Shape(4, 4, 32, 128, 64, longest), ARCHS["h200"]).split_kv
-        for longest in (1000, 4096, 28000, 1 << 20)
-    }
-    assert len(set(splits.values())) == 3
-    assert list(splits.values()) == sorted(splits.values())
+    splits = []
+    for longest in (1000, 4096, 28000, 1 << 20):
+        config = space("portable").default_config(Shape(4, 4, 32, 128, 64, longest), ARCHS["h200"])
+        assert config is not None
+        splits.append(config.split_kv)
+    assert splits == sorted(splits)
+    assert len(set(splits)) == 3
 
 
 # -- which GPU
