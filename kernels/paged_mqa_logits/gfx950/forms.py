@@ -45,7 +45,7 @@ _COMMON_128 = (
     Form(64, 2, 2, _WIDE, "packed"),
     Form(32, 1, 2, _WIDE, "packed"),
 )
-# Tried at the head counts that are served: workgroups of eight waves, more waves a SIMD, and the simpler variants.
+# Tried at the head count that is served most: workgroups of eight waves, more waves a SIMD, and the simpler variants.
 _MORE_128 = (
     Form(256, 8, 2, _WIDE, "packed"),
     Form(128, 4, 3, _WIDE, "packed"),
@@ -64,7 +64,7 @@ def forms(heads: int, head_dim: int, kind: Paging) -> tuple[Form, ...]:
     """The forms offered, the default first. Pages smaller than a tile cost addresses of their own: few pay there."""
     served = heads in _SERVED_HEADS
     if head_dim == 64:
-        return _COMMON_64 if kind == "whole" and served else _COMMON_64[:1]
+        return _COMMON_64[: (2 if kind == "whole" else 1) if served else 0]
     if kind == "whole":
-        return _COMMON_128 + (_MORE_128 if served else ())
+        return _COMMON_128 + (_MORE_128 if heads == _SERVED_HEADS[0] else ())
     return _ACROSS_128 if kind == "gather" and served else _ACROSS_128[:1]

@@ -7,7 +7,8 @@ A launch takes   max(latency, scale * (VALU + MFMA) + memory):
 - memory: K, scales and logits over the published bandwidth, or what the calibration leaves of it. Each die has an L2 of
   its own: programs that share K read it once where the order puts them on one die; on other dies it comes again, from
   the last-level cache.
-- latency: of the smallest launch, which no larger one goes below.
+- latency: of the smallest launch, which no larger one goes below. Each wave that follows another on a SIMD is taken to
+  begin with as much, hidden by those beside it: many short programs cost more than few long ones.
 
 `benchmarks/gfx950_prior.py` fits the constants to the rows marked CALIBRATION and shows the error on the others.
 """
@@ -62,11 +63,14 @@ def predict_us(work: Work, arch: Arch, constants: Constants = FITTED) -> float:
     simds = arch.compute_units * SIMDS
     waves = work.programs * work.num_warps
     # Waves are dealt out whole, and those of a SIMD share its issue: the busiest has the mean number, rounded up.
-    share = -(-waves // simds) / waves if waves else 0.0
-    busiest = max(work.wave_cycles_total * share, work.wave_cycles_longest)
+    deepest = -(-waves // simds)
+    busiest = max(work.wave_cycles_total * deepest / max(1, waves), work.wave_cycles_longest)
     issue_us = constants.issue_scale * busiest / clock
     memory_us = work.bytes_moved / (arch.bandwidth_tbps * 1e6 * constants.bandwidth_share)
-    return max(constants.latency_us, issue_us + memory_us)
+    busy_us = issue_us + memory_us
+    # A wave that follows another starts with loads that depend on each other; only the waves beside it can hide that.
+    started_us = (deepest * constants.latency_us + busy_us) / work.waves_per_simd - constants.latency_us
+    return max(constants.latency_us, busy_us, started_us)
 
 
 def prior_us(shape: Shape, config: Config, arch: Arch) -> float:
