@@ -141,7 +141,7 @@ def test_a_form_that_was_not_audited_is_refused():
         ({"head_dim": 64}, {"mfma": "16x16x128"}, "more than head_dim"),
         ({}, {"epilogue": "add"}, "epilogue must be one of"),
         ({}, {"program_order": ""}, "program_order must be one of"),
-        ({}, {"tile_kv": 32}, "multiple of 16 x num_warps"),
+        ({}, {"tile_kv": 32, "num_warps": 4}, "multiple of 16 x num_warps"),
         ({}, {"waves_per_eu": 0}, "waves_per_eu must be"),
         ({"heads": 16, "next_n": 5}, {"fuse_n": 5, "mfma": "32x32x64"}, "even fuse_n"),
         ({"heads": 64}, {}, "registers hold"),
