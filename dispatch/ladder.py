@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,7 @@ class Knowledge:
     bundle: Bundle | None
     problem: str  # why there is no bundle; empty where there is one
     stale: dict[str, str]  # kernel to why its timings do not count
+    other_compiler: str = ""  # set where the Triton at hand is none of those that the timings were taken with
 
     @classmethod
     def of(cls, bundle: Bundle | None, problem: str = "") -> Knowledge:
@@ -38,7 +40,7 @@ class Knowledge:
                 stale[kernel] = f"kernel {kernel} of the bundle is not installed"
             elif installed != measured:
                 stale[kernel] = f"kernel {kernel} was measured as source {measured}, but {installed} is installed"
-        return cls(bundle, problem, stale)
+        return cls(bundle, problem, stale, _other_compiler(bundle))
 
     @property
     def model_id(self) -> str | None:
@@ -138,6 +140,22 @@ def assess(shape: Shape, arch: Arch, known: Knowledge, *, use_exact: bool = True
     return found
 
 
+def _other_compiler(bundle: Bundle | None) -> str:
+    """A sentence where another Triton is installed than the timings are of. Served all the same, but not silently.
+
+    Another compiler moves times by some per cent and may move the best config; the kernel's source, which decides more,
+    is held to exactly. Without Triton nothing is launched here, and there is nothing to say.
+    """
+    measured = bundle.toolchain.get("triton_version", []) if bundle else []
+    try:
+        installed = version("triton")
+    except PackageNotFoundError:
+        return ""
+    if not measured or installed in measured:
+        return ""
+    return f"The timings are of Triton {', '.join(measured)}; {installed} is installed."
+
+
 def fallback(shape: Shape, default: Config, known: Knowledge) -> Assessment:
     """The default, with nothing weighed."""
     return Assessment(shape, [default], 0, np.full(1, np.nan), known.model_id, 0)
@@ -181,6 +199,8 @@ def _choose(found: Assessment, bundle: Bundle, known: Knowledge, source: Source)
         found.reason = f"{verb} fastest of {timed} configs, {100 * gain:.1f} % ahead of the default."
     if known.stale:
         found.reason += f" Left out: {'; '.join(known.stale.values())}."
+    if known.other_compiler:
+        found.reason += f" {known.other_compiler}"
     return found
 
 

@@ -209,12 +209,18 @@ class Selector:
                 if self.bundle_dir is not None or folder.is_dir():
                     refused = True
                     self._warn("bundle_refused", str(error))
+        if not refused:
+            self._log_once(f"{problem}: nothing measured to choose by")
         return _State(Knowledge.of(None, problem), stamp, refused)
 
     def _warn(self, name: str, text: str) -> None:
         """Count, and log once."""
         with self._lock:
             self._counters[name] += 1
+        self._log_once(text)
+
+    def _log_once(self, text: str) -> None:
+        with self._lock:
             first = text not in self._warned and len(self._warned) < 1000
             if first:
                 self._warned.add(text)

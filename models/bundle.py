@@ -96,6 +96,12 @@ class Bundle:
         return str(self.manifest["op"])
 
     @property
+    def toolchain(self) -> Mapping[str, list[str]]:
+        """Versions of compiler, runtime and driver that the timings were taken with, by column of the profile."""
+        found: Mapping[str, list[str]] = self.manifest["toolchain"]
+        return found
+
+    @property
     def kernel_hashes(self) -> Mapping[str, str]:
         """Source hash, by kernel, of what was timed."""
         hashes: Mapping[str, str] = self.manifest["kernel_hashes"]
@@ -264,6 +270,11 @@ def _check_manifest(manifest: Mapping[str, Any]) -> None:
     hashes = manifest["kernel_hashes"]
     if not isinstance(hashes, dict) or not all(isinstance(h, str) for h in hashes.values()):
         raise InvalidBundleError(f"kernel_hashes must be an object of texts, got {hashes!r}")
+    toolchain = manifest["toolchain"]
+    if not isinstance(toolchain, dict) or not all(
+        isinstance(found, list) and all(isinstance(text, str) for text in found) for found in toolchain.values()
+    ):
+        raise InvalidBundleError(f"toolchain must be an object of lists of texts, got {toolchain!r}")
     if not all(isinstance(manifest[name], dict) for name in ("metrics", "data", "training")):
         raise InvalidBundleError("metrics, data and training must be objects")
     if not isinstance(manifest["golden"], list):

@@ -57,6 +57,7 @@ def train(
         "arch": measured.arch,
         "arch_facts": dataclasses.asdict(facts),
         "kernel_hashes": dict(measured.kernel_hashes),
+        "toolchain": dict(measured.toolchain),
         "noise_margin": noise_margin(measured),
         "data": {
             "digest": data_digest(measured),

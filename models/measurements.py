@@ -16,6 +16,7 @@ from tilewise.kernels.paged_mqa_logits.spec import CONFIG_FIELDS, SHAPE_FIELDS, 
 from tilewise.kernels.registry import kernel_source_hash
 
 FIRST, SECOND = 0, 1  # pass_index; later passes are duels of a few configs
+TOOLCHAIN = ("triton_version", "torch_version", "runtime", "driver")  # columns: what else the timings depend on
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -43,6 +44,7 @@ class Measurements:
     kernel_hashes: Mapping[str, str]  # kernel to the source hash of the rows that were kept
     rows: int  # kept
     dropped: Mapping[str, int]  # reason to rows that were not used
+    toolchain: Mapping[str, list[str]]  # column of TOOLCHAIN to the versions in the rows that were kept, sorted
 
     def cells(self, shape_id: int) -> slice:
         """The cells of one shape."""
@@ -94,6 +96,7 @@ def measurements(columns: Mapping[str, Sequence[Any]], *, op: str, arch: str) ->
             f"no usable timing of {op} on {arch} among {total} rows; left out: {dict(dropped) or 'nothing'}"
         )
     at = np.flatnonzero(keep)
+    toolchain = {name: sorted({str(columns[name][i] or "unknown") for i in at.tolist()}) for name in TOOLCHAIN}
     shapes, shape_id = _unique(columns, SHAPE_FIELDS, at, Shape)
     configs, config_id = _unique(columns, CONFIG_FIELDS, at, Config)
     latency = np.array([columns["latency_us"][i] for i in at.tolist()], dtype=np.float64)  # None becomes NaN
@@ -127,6 +130,7 @@ def measurements(columns: Mapping[str, Sequence[Any]], *, op: str, arch: str) ->
         hashes,
         len(at),
         dict(dropped),
+        toolchain,
     )
 
 

@@ -25,6 +25,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilewise.data.records import STATUSES
+from tilewise.dispatch import ladder
 from tilewise.dispatch.selector import Selector
 from tilewise.errors import InvalidConfigError, InvalidShapeError
 from tilewise.kernels.arch import ARCHS, Arch, match_arch
@@ -293,7 +294,6 @@ def test_timings_of_a_whole_card_do_not_answer_for_a_part_of_it(isa: str, units:
     assert whole.split_kv == 4 * base.compute_units // 16
 
 
-@pytest.mark.xfail(strict=True, reason="a GPU without a model is counted and said in decisions, but not logged")
 def test_a_gpu_without_a_model_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """C7: whoever runs on defaults alone learns it from the log, too."""
     with caplog.at_level(logging.WARNING, "tilewise"):
@@ -461,6 +461,7 @@ for name in ("torch", "triton", "sklearn", "pyarrow", "pandas", "scipy", "fastap
     sys.modules[name] = None
 import os, threading
 from tilewise import Shape, select
+from tilewise.dispatch import ladder
 from tilewise.dispatch.selector import explain, rank, selector
 def threads():
     return len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else threading.active_count()
@@ -490,13 +491,23 @@ def test_selecting_reads_no_device_and_starts_no_thread(home: Path) -> None:
 
 
 @pytest.mark.parametrize("column", ["triton_version", "driver", "runtime"])
-@pytest.mark.xfail(strict=True, reason="the bundle records kernel sources, but not the toolchain of its timings")
 def test_the_toolchain_of_the_timings_is_part_of_the_decision(column: str, tmp_path: Path) -> None:
     """A12, C13: timings from another compiler or driver may be served, but not silently."""
     rows = [{**row, column: "0.0.1-elsewhere"} for row in rows_of(KNOWN, *trained.SHAPES[:2])]
     chooser = selector_of(rows, tmp_path / "b")
     said = json.dumps([chooser.select(KNOWN).to_dict(), chooser.bundle.manifest, chooser.problem])
     assert "0.0.1-elsewhere" in said
+
+
+def test_another_compiler_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A12, C13: the policy is to serve such timings, and to say so in each decision."""
+    chooser = selector_of([{**row, "triton_version": "3.6.0"} for row in rows_of(KNOWN)], tmp_path / "b")
+    for installed, said in (("3.6.0", False), ("3.8.0", True)):
+        monkeypatch.setattr(ladder, "version", lambda name, installed=installed: installed)
+        chooser.reload(force=True)
+        decision = chooser.select(KNOWN)
+        assert decision.source == "exact"
+        assert ("The timings are of Triton 3.6.0; 3.8.0 is installed." in decision.reason) == said
 
 
 def test_another_source_of_the_kernel_is_not_served_silently(tmp_path: Path) -> None:

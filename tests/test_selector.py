@@ -125,16 +125,16 @@ def test_a_transfer_whose_loss_was_measured_and_small_is_taken(folder: Path, tmp
 
 def test_a_kernels_prior_answers_where_nothing_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = Shape(4, 2, 32)
-    configs = spec.candidates(shape, ARCHS["mi355x"])
+    configs = spec.candidates(shape, ARCHS["h100"])
     wanted = configs[3]
     portable = spec.space("portable")
     prior = lambda shape, config, arch: 5.0 if config == wanted else 9.0  # noqa: E731
     monkeypatch.setattr(portable, "prior_us", prior, raising=False)
-    decision = Selector("mi355x", bundle_dir="nowhere").select(shape)
+    decision = Selector("h100", bundle_dir="nowhere").select(shape)
     assert (decision.source, decision.config, decision.predicted_us) == ("prior", wanted, 5.0)
     assert "not measured" in decision.reason
     monkeypatch.setattr(portable, "prior_us", lambda *_: 9.0, raising=False)
-    assert Selector("mi355x", bundle_dir="nowhere").select(shape).config == configs[0]
+    assert Selector("h100", bundle_dir="nowhere").select(shape).config == configs[0]
 
 
 @pytest.mark.parametrize(("shape", "said"), [(Shape(0, 6, 32), "empty batch"), (Shape(5, 6, 32, 128, 64, 0), "empty")])
@@ -246,7 +246,7 @@ def test_a_bundle_that_cannot_be_used_leaves_the_default_counted_and_warned_of_o
 
 
 def test_a_bundle_of_another_arch_is_not_served(tmp_path: Path, folder: Path) -> None:
-    chooser = Selector("mi355x", bundle_dir=folder)
+    chooser = Selector("h100", bundle_dir=folder)
     assert chooser.select(KNOWN).source == "default"
     assert "is for paged_mqa_logits on h200" in chooser.problem
 

@@ -150,16 +150,18 @@ def warm_up(
 
 
 def compile_config(shape: Shape, config: Config, traits: Traits, *, device: str = "cuda") -> None:
-    """Compile and load the kernel that `config` needs for `shape`, by launching it on one empty request."""
+    """Compile and load the kernel that `config` needs for `shape`, by launching it on requests without context."""
+    batch_size = max(1, shape.batch_size)
+    rows = batch_size * shape.next_n
     pages = torch.zeros(2, traits.page_stride, dtype=torch.uint8, device=device)
     width = shape.head_dim + SCALE_BYTES
-    q = torch.zeros(1, shape.next_n, shape.heads, shape.head_dim, device=device).to(torch.float8_e4m3fn)
+    q = torch.zeros(batch_size, shape.next_n, shape.heads, shape.head_dim, dtype=torch.uint8, device=device)
     paged_mqa_logits(
-        q,
+        q.view(torch.float8_e4m3fn),
         torch.as_strided(pages, (2, shape.block_kv, 1, width), (traits.page_stride, width, width, 1)),
-        torch.zeros(shape.next_n, shape.heads, device=device),
-        torch.zeros((1, shape.next_n) if traits.per_token_lens else (1,), dtype=torch.int32, device=device),
-        torch.zeros(1, 1, dtype=torch.int32, device=device),
+        torch.zeros(rows, shape.heads, device=device),
+        torch.zeros((batch_size, shape.next_n)[: 1 + traits.per_token_lens], dtype=torch.int32, device=device),
+        torch.zeros(batch_size, 1, dtype=torch.int32, device=device),
         shape.block_kv,
         cache_layout=shape.cache_layout,
         config=config,
