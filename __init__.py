@@ -53,7 +53,14 @@ def __getattr__(name: str) -> Any:
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'tilewise' has no attribute {name!r}; it has {', '.join(__all__)}")
-    value = getattr(importlib.import_module(home), name)
+    try:
+        value = getattr(importlib.import_module(home), name)
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "triton"):
+            raise
+        from tilewise.errors import UnsupportedError
+
+        raise UnsupportedError(f"tilewise.{name} needs {error.name}: install the extra [gpu]") from error
     globals()[name] = value
     return value
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,16 +115,27 @@ ARCHS: dict[str, Arch] = {
     )
 }
 
+# A part without an entry, by ISA and compute unit count.
+_PART = re.compile(r"(sm\d{2,3}|gfx[0-9a-f]{3,4})-([1-9]\d{0,3})cu")
+
 # What an ISA name alone stands for on the command line.
 _ISA_DEFAULT = {"sm90": "h200", "gfx950": "mi355x"}
 
 
 def get_arch(name: str) -> Arch:
-    """The entry called `name`, or the usual product of an ISA name such as "gfx950"; UnsupportedError otherwise."""
+    """The entry called `name`, the usual product of an ISA name such as "gfx950", or a part that no entry describes.
+
+    Such a part is called "<isa>-<n>cu", as `match_arch` names it. Raises UnsupportedError for any other name.
+    """
     arch = ARCHS.get(_ISA_DEFAULT.get(name, name)) if isinstance(name, str) else None
-    if arch is None:
-        raise UnsupportedError(f"arch must be one of {', '.join([*ARCHS, *_ISA_DEFAULT])}, got {name!r}")
-    return arch
+    if arch is not None:
+        return arch
+    part = _PART.fullmatch(name) if isinstance(name, str) else None
+    if part is None:
+        raise UnsupportedError(
+            f"arch must be one of {', '.join([*ARCHS, *_ISA_DEFAULT])}, or <isa>-<n>cu such as sm100-148cu, got {name!r}"
+        )
+    return _part(part[1], int(part[2]))
 
 
 def match_arch(
@@ -144,6 +156,11 @@ def match_arch(
     # or an H100 with an H200's count is another product.
     if same and (same[0].vendor == "amd" or not words):
         return same[0]
+    return _part(isa, compute_units, l2_bytes, shared_memory_bytes)
+
+
+def _part(isa: str, compute_units: int, l2_bytes: int = 0, shared_memory_bytes: int = 0) -> Arch:
+    """A part that no entry describes, after the first entry of its ISA, or of its vendor's."""
     base = next((a for a in ARCHS.values() if a.isa == isa), ARCHS["h100" if isa.startswith("sm") else "mi355x"])
     return dataclasses.replace(
         base,

@@ -3,7 +3,7 @@
 # so they are shown a folder in which `tilewise` is a link to it.  Usage: scripts/check_types.sh [PYTHON]
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
-python=$(command -v "${1:-python3}")
+python=$(realpath -s "$(command -v "${1:-python3}")")  # the folder changes below
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 ln -s "$root" "$folder/tilewise"

@@ -31,7 +31,7 @@ def main() -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8))
     for mma_m, style in (("heads", "--"), ("kv", "-")):
         times = [m_efficiency.best(uniform, 6, heads, mma_m).latency_us * 32 / heads for heads in m_efficiency.HEADS]
-        label = {"heads": "heads x tokens as rows (aiter's)", "kv": "cached tokens as rows"}[mma_m]
+        label = {"heads": "heads x tokens as rows", "kv": "cached tokens as rows"}[mma_m]
         left.plot(m_efficiency.HEADS, times, style, marker="o", color="#333333", label=label)
     left.set(xscale="log", xlabel="heads", ylabel="us per 32 heads", ylim=(0, None), title="M-efficiency, next_n 6")
     left.set_xticks(m_efficiency.HEADS, [str(heads) for heads in m_efficiency.HEADS])

@@ -44,7 +44,10 @@ def test_a_derived_arch_says_so_and_scales_its_rate() -> None:
 def test_lookup_by_name_and_isa() -> None:
     assert get_arch("gfx950").name == "mi355x"
     assert get_arch("sm90").name == "h200"
-    for bad in ("", "h300", None, 5):
+    for name in ("sm89-142cu", "sm100-148cu", "gfx950-128cu"):
+        assert get_arch(name).name == name
+        assert get_arch(name) == match_arch(name.split("-")[0], get_arch(name).compute_units, "a part")
+    for bad in ("", "h300", None, 5, "sm89-0cu", "sm89-142", "cpu-4cu", "../sm89-1cu", "sm89-142cu\n"):
         with pytest.raises(UnsupportedError, match="arch must be one of"):
             get_arch(bad)  # type: ignore[arg-type]
 

@@ -121,7 +121,7 @@ class Config:
         default = _NEUTRAL
         for name in CONFIG_FIELDS[1:]:
             value = getattr(self, name)
-            if name in ("fuse_n", "tile_kv", "split_kv") or value != getattr(default, name):
+            if name in _ALWAYS_SHOWN or value != getattr(default, name):
                 parts.append(f"{name}={value}")
         return " ".join(parts)
 
@@ -129,6 +129,7 @@ class Config:
 SHAPE_FIELDS: tuple[str, ...] = tuple(f.name for f in dataclasses.fields(Shape))
 CONFIG_FIELDS: tuple[str, ...] = tuple(f.name for f in dataclasses.fields(Config))
 _NEUTRAL = Config()
+_ALWAYS_SHOWN = ("fuse_n", "mma_m", "tile_kv", "split_kv", "num_warps", "num_stages")
 _CONFIG_TYPES: dict[str, type] = {name: type(getattr(_NEUTRAL, name)) for name in CONFIG_FIELDS}
 
 
