@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tilewise.errors import UnsupportedError
+from tilewise.errors import InvalidConfigError, UnsupportedError
 from tilewise.kernels.arch import get_arch
 from tilewise.kernels.paged_mqa_logits.gfx950 import assembly, audit, resources, space
 from tilewise.kernels.paged_mqa_logits.gfx950.forms import Form
@@ -152,6 +152,13 @@ def test_every_reason_to_refuse(shape, changes, reason):
     sizes = {"batch_size": 16, "next_n": 6, "heads": 32, "block_kv": 128, "cache_layout": "preshuffled"} | shape
     config = Config.from_dict(space.preferred(REPORTED, MI355X).to_dict() | changes)
     assert reason in is_valid(Shape(**sizes), config, MI355X)
+
+
+def test_shapes_without_a_form_have_a_typed_error_and_no_candidate():
+    shape = Shape(4, 3, 16, 64, 64, 8192, None, "flat")
+    with pytest.raises(InvalidConfigError, match="no form"):
+        space.preferred(shape, MI355X)
+    assert default_config(shape, MI355X).kernel == "portable"
 
 
 def test_only_on_gfx950():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tilewise.errors import InvalidConfigError
 from tilewise.kernels.arch import Arch
 from tilewise.kernels.paged_mqa_logits.gfx950.forms import MAX_QUERY_BYTES, PAGINGS, Form, forms, paging
 from tilewise.kernels.paged_mqa_logits.gfx950.prior import BASIS as PRIOR_BASIS
@@ -135,10 +136,15 @@ def candidates(shape: Shape, arch: Arch) -> list[Config]:
 
 
 def preferred(shape: Shape, arch: Arch) -> Config:
-    """The widest fusion of the first form, whether or not the installed Triton compiles it well."""
+    """The widest fusion of the first form, whether or not the installed Triton compiles it well.
+
+    Raises InvalidConfigError where no form is offered.
+    """
     fuse_n = fuse_choices(shape)[0]
-    form = offered(shape, fuse_n)[0]
-    return config_of(fuse_n, form, split_for(shape, fuse_n, form, arch, ROUNDS[0]), "xcd")
+    on_offer = offered(shape, fuse_n)
+    if not on_offer:
+        raise InvalidConfigError(f"no form of the gfx950 kernel is offered for {shape}")
+    return config_of(fuse_n, on_offer[0], split_for(shape, fuse_n, on_offer[0], arch, ROUNDS[0]), "xcd")
 
 
 def default_config(shape: Shape, arch: Arch) -> Config | None:
