@@ -133,7 +133,7 @@ def get_arch(name: str) -> Arch:
     part = _PART.fullmatch(name) if isinstance(name, str) else None
     if part is None:
         raise UnsupportedError(
-            f"arch must be one of {', '.join([*ARCHS, *_ISA_DEFAULT])}, or <isa>-<n>cu such as sm100-148cu, got {name!r}"
+            f"arch must be one of {', '.join([*ARCHS, *_ISA_DEFAULT])}, or <isa>-<n>cu like sm100-148cu, got {name!r}"
         )
     return _part(part[1], int(part[2]))
 
