@@ -28,6 +28,7 @@ class Knowledge:
     bundle: Bundle | None
     problem: str  # why there is no bundle; empty where there is one
     stale: dict[str, str]  # kernel to why its timings do not count
+    refused: str = ""  # a sentence where this is not the bundle that was published, since that one cannot be used
     other_compiler: str = ""  # set where the Triton at hand is none of those that the timings were taken with
 
     @classmethod
@@ -40,7 +41,7 @@ class Knowledge:
                 stale[kernel] = f"kernel {kernel} of the bundle is not installed"
             elif installed != measured:
                 stale[kernel] = f"kernel {kernel} was measured as source {measured}, but {installed} is installed"
-        return cls(bundle, problem, stale, _other_compiler(bundle))
+        return cls(bundle, problem, stale, other_compiler=_other_compiler(bundle))
 
     @property
     def model_id(self) -> str | None:
@@ -89,6 +90,13 @@ class Assessment:
 
 def assess(shape: Shape, arch: Arch, known: Knowledge, *, use_exact: bool = True) -> Assessment:
     """Weigh a shape. Raises InvalidConfigError where no kernel serves it on this arch."""
+    found = _weigh(shape, arch, known, use_exact)
+    if known.refused:
+        found.reason += f" {known.refused[0].upper()}{known.refused[1:]}"
+    return found
+
+
+def _weigh(shape: Shape, arch: Arch, known: Knowledge, use_exact: bool) -> Assessment:
     default = default_config(shape, arch)
     if shape.batch_size == 0 or shape.max_context_len == 0:
         found = fallback(shape, default, known)

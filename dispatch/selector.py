@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ class _State:
 
     known: Knowledge
     stamp: tuple[int, ...]
-    refused: bool  # the bundle that should be in force could not be used
+    refused: str  # why the bundle that should be in force could not be used; empty where it is
     by_shape: dict[Shape, Decision] = field(default_factory=dict)
     by_sizes: dict[tuple[Any, ...], Decision] = field(default_factory=dict)
 
@@ -146,9 +146,9 @@ class Selector:
 
     @property
     def problem(self) -> str:
-        """Why there is no bundle, or what is stale in it; empty where all is well."""
+        """Why there is no bundle, or not the one that was published, and what is stale; empty where all is well."""
         known = self._state.known
-        return known.problem or "; ".join(known.stale.values())
+        return "; ".join(text for text in (known.problem, known.refused, *known.stale.values()) if text)
 
     @property
     def counters(self) -> dict[str, int]:
@@ -166,12 +166,13 @@ class Selector:
         if not force and self._stamp() == before.stamp:
             return False
         state = self._load()
+        kept = bool(state.refused) and before.known.bundle is not None and state.known.model_id != before.known.model_id
+        if kept:
+            refused = f"{state.refused}: {before.known.model_id} goes on answering."
+            state = _State(replace(before.known, refused=refused), state.stamp, state.refused)
         with self._lock:
-            if state.refused and before.known.bundle is not None:
-                before.stamp = state.stamp
-                return False
             self._state = state
-        return True
+        return not kept
 
     def _stamp(self) -> tuple[int, ...]:
         if self.bundle_dir is None:
@@ -186,32 +187,55 @@ class Selector:
         """The first usable one of: the bundle in force, the shipped one."""
         stamp = self._stamp()
         if self.bundle_dir is not None:
-            folders = [Path(self.bundle_dir)]
-        else:
-            in_force = registry.current(self.op, self.arch.name, self.home)
-            folders = list(dict.fromkeys((in_force, registry.shipped(self.op, self.arch.name))))
-        problem, refused = "", False
-        for folder in folders:
-            try:
-                if self.bundle_dir is None and not folder.is_dir():
-                    raise InvalidBundleError(f"no model of {self.op} was trained for {self.arch.name}")
+            return self._load_named(Path(self.bundle_dir), stamp)
+        refused = ""
+        folder = shipped = registry.shipped(self.op, self.arch.name)
+        try:
+            folder = registry.published(self.op, self.arch.name, self.home) or shipped
+            if folder != shipped:
+                if not folder.is_dir():
+                    raise InvalidBundleError("its folder is missing")
                 bundle = Bundle.load(folder)
-                if (bundle.op, bundle.arch.name) != (self.op, self.arch.name):
-                    raise InvalidBundleError(
-                        f"bundle {folder} is for {bundle.op} on {bundle.arch.name}, not {self.op} on {self.arch.name}"
-                    )
-                known = Knowledge.of(bundle)
-                for reason in known.stale.values():
-                    self._warn("stale_kernel", reason)
-                return _State(known, stamp, refused)
-            except InvalidBundleError as error:
-                problem = problem or str(error)
-                if self.bundle_dir is not None or folder.is_dir():
-                    refused = True
-                    self._warn("bundle_refused", str(error))
-        if not refused:
-            self._log_once(f"{problem}: nothing measured to choose by")
-        return _State(Knowledge.of(None, problem), stamp, refused)
+                if bundle.digest != folder.name:
+                    raise InvalidBundleError(f"its folder holds another one, {bundle.model_id}")
+                return self._state_of(bundle, folder, stamp)
+        except InvalidBundleError as error:
+            name = "" if folder == shipped else f" {self.arch.name}-{folder.name[:12]}"
+            why = str(error).removeprefix(f"bundle {folder}").removeprefix(":").strip()  # the log names the folder
+            refused = f"the published bundle{name} cannot be used ({why})"
+            self._warn("bundle_refused", refused if folder == shipped else f"{refused}: {folder}")
+        try:
+            if not shipped.is_dir():
+                problem = refused or f"no model of {self.op} was trained for {self.arch.name}"
+                if not refused:
+                    self._log_once(f"{problem}: nothing measured to choose by")
+                return _State(Knowledge.of(None, problem), stamp, refused)
+            return self._state_of(Bundle.load(shipped), shipped, stamp, refused)
+        except InvalidBundleError as error:
+            self._warn("bundle_refused", str(error))
+            problem = f"{refused}; nor can the shipped one ({error})" if refused else str(error)
+            return _State(Knowledge.of(None, problem), stamp, refused or str(error))
+
+    def _load_named(self, folder: Path, stamp: tuple[int, ...]) -> _State:
+        """The bundle that the caller named, or nothing."""
+        try:
+            return self._state_of(Bundle.load(folder), folder, stamp)
+        except InvalidBundleError as error:
+            self._warn("bundle_refused", str(error))
+            return _State(Knowledge.of(None, str(error)), stamp, str(error))
+
+    def _state_of(self, bundle: Bundle, folder: Path, stamp: tuple[int, ...], refused: str = "") -> _State:
+        """The state that a bundle makes. `refused` says why it is not another one."""
+        if (bundle.op, bundle.arch.name) != (self.op, self.arch.name):
+            raise InvalidBundleError(
+                f"bundle {folder} is for {bundle.op} on {bundle.arch.name}, not {self.op} on {self.arch.name}"
+            )
+        known = Knowledge.of(bundle)
+        for reason in known.stale.values():
+            self._warn("stale_kernel", reason)
+        if refused:
+            known = replace(known, refused=f"{refused}: the shipped one answers.")
+        return _State(known, stamp, refused)
 
     def _warn(self, name: str, text: str) -> None:
         """Count, and log once."""

@@ -147,6 +147,8 @@ class Bundle:
             _write(scratch / MANIFEST, json.dumps(self.manifest, indent=1, sort_keys=True).encode() + b"\n")
             scratch.chmod(0o755)
             _sync(scratch)
+            if target.is_symlink() or (target.exists() and not target.is_dir()):
+                target.unlink()
             if target.exists():
                 old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
                 os.replace(target, old)

@@ -8,6 +8,7 @@ other.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import tempfile
@@ -25,17 +26,27 @@ MAX_HISTORY = 100
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
+_log = logging.getLogger("tilewise")
+
 Home = str | os.PathLike[str] | None
 
 
 def current(op: str, arch: str, home: Home = None) -> Path:
     """The folder of the bundle in force. It may not exist, where none is shipped."""
-    lines = history(op, arch, home)
-    if lines:
-        published = _folder(op, arch, home) / "versions" / lines[0]
-        if (published / MANIFEST).is_file():
-            return published
+    with contextlib.suppress(InvalidBundleError):
+        found = published(op, arch, home)
+        if found is not None and (found / MANIFEST).is_file():
+            return found
     return shipped(op, arch)
+
+
+def published(op: str, arch: str, home: Home = None) -> Path | None:
+    """The folder that the pointer names, usable or not; None where nothing was published.
+
+    Raises InvalidBundleError for a pointer that is none.
+    """
+    lines = _read_pointer(op, arch, home)
+    return _folder(op, arch, home) / "versions" / lines[0] if lines else None
 
 
 def shipped(op: str, arch: str) -> Path:
@@ -58,22 +69,39 @@ def stamp(op: str, arch: str, home: Home = None) -> tuple[int, ...]:
 
 def history(op: str, arch: str, home: Home = None) -> list[str]:
     """Digests that were in force, the present one first; empty where nothing usable was published."""
+    _folder(op, arch, home)  # checks the names
     try:
-        lines = (_folder(op, arch, home) / POINTER).read_text(encoding="ascii").split()
-    except (OSError, UnicodeDecodeError):
+        return _read_pointer(op, arch, home)
+    except InvalidBundleError:
         return []
-    return lines if all(_DIGEST.fullmatch(line) for line in lines) else []
+
+
+def load_version(folder: Path, op: str, arch: str) -> Bundle:
+    """A stored version, checked as a whole. Raises InvalidBundleError where it is not what its folder says it is."""
+    bundle = Bundle.load(folder)
+    if (bundle.op, bundle.arch.name) != (op, arch):
+        raise InvalidBundleError(f"bundle {folder} is for {bundle.op} on {bundle.arch.name}, not {op} on {arch}")
+    if _DIGEST.fullmatch(folder.name) and bundle.digest != folder.name:
+        raise InvalidBundleError(f"bundle {folder} has digest {bundle.digest}, not that of its folder")
+    verify(bundle)
+    return bundle
 
 
 def publish(bundle: Bundle, home: Home = None) -> Path:
-    """Store a bundle and put it in force. Raises InvalidBundleError, and changes nothing, if it fails its own check."""
+    """Store a bundle and put it in force; a damaged copy of it that is already stored is replaced.
+
+    Raises InvalidBundleError, and leaves in force what was, if it fails its own check before or after it was stored.
+    """
     op, arch = bundle.op, bundle.arch.name
     verify(bundle)
     folder = _folder(op, arch, home)
     target = folder / "versions" / bundle.digest
     with _lock(folder):
-        if not (target / MANIFEST).is_file():
+        try:
+            load_version(target, op, arch)
+        except InvalidBundleError:
             bundle.save(target)
+            load_version(target, op, arch)
         _point(folder, [bundle.digest, *history(op, arch, home)])
     return target
 
@@ -87,20 +115,57 @@ def promote(op: str, arch: str, digest: str, home: Home = None) -> Path:
         if len(found) != 1:
             known = ", ".join(path.name[:12] for path in stored) or "none"
             raise InvalidBundleError(f"version must name one of {known} by at least 6 digits, got {digest!r}")
-        verify(Bundle.load(found[0]))
+        load_version(found[0], op, arch)
         _point(folder, [found[0].name, *history(op, arch, home)])
     return found[0]
 
 
 def rollback(op: str, arch: str, home: Home = None) -> Path:
-    """Put the version before the present one in force again; after the first one, the shipped bundle."""
+    """Put the version before the present one in force again; after the first one, the shipped bundle.
+
+    A version that cannot be used is passed over with a warning that names it, and forgotten. Raises InvalidBundleError,
+    and changes nothing, where there is nothing to go back to.
+    """
     folder = _folder(op, arch, home)
     with _lock(folder):
-        lines = history(op, arch, home)
+        lines = _read_pointer(op, arch, home)
         if not lines:
             raise InvalidBundleError(f"nothing to roll back: no version of {op} on {arch} was published")
-        _point(folder, lines[1:])
+        passed_over = []
+        for at, digest in enumerate(lines[1:], start=1):
+            try:
+                if digest == lines[0]:
+                    continue
+                load_version(folder / "versions" / digest, op, arch)
+            except InvalidBundleError as error:
+                passed_over.append(f"version {digest[:12]} cannot be used and was passed over ({error})")
+                continue
+            _point(folder, lines[at:])
+            break
+        else:
+            if shipped(op, arch).is_dir():
+                load_version(shipped(op, arch), op, arch)
+            elif passed_over:
+                raise InvalidBundleError(f"nothing to roll back to, nothing was changed: {'; '.join(passed_over)}")
+            _point(folder, [])
+        for text in dict.fromkeys(passed_over):
+            _log.warning("%s", text)
     return current(op, arch, home)
+
+
+def _read_pointer(op: str, arch: str, home: Home) -> list[str]:
+    """The digests in the pointer file, none where there is no such file; InvalidBundleError for anything else in it."""
+    path = _folder(op, arch, home) / POINTER
+    try:
+        lines = path.read_text(encoding="ascii").split()
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidBundleError(f"{path} cannot be read: {error}") from error
+    wrong = next((line for line in lines if not _DIGEST.fullmatch(line)), None)
+    if wrong is not None:
+        raise InvalidBundleError(f"{path} must hold digests of 64 hex digits, got {wrong[:80]!r}")
+    return lines
 
 
 def _folder(op: str, arch: str, home: Home) -> Path:

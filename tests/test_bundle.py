@@ -17,6 +17,7 @@ import pytest
 
 pytest.importorskip("sklearn")
 
+import synthetic
 import trained
 
 from tilewise.errors import InvalidBundleError, InvalidProfileError, UnsupportedError
@@ -283,6 +284,75 @@ def test_publishing_at_once_loses_no_version_and_tears_no_file(tmp_path: Path) -
     assert set(registry.history(trained.OP, "h200", tmp_path)) == {bundle.digest for bundle in made}
     assert set(seen) <= {bundle.digest for bundle in made}
     assert {path.name for path in folder.iterdir()} == {"versions", registry.POINTER, ".lock"}
+
+
+DAMAGES: dict[str, Any] = {
+    "array cut short": lambda path: (path / "rank_value.npy").write_bytes((path / "rank_value.npy").read_bytes()[:99]),
+    "array gone": lambda path: (path / "exact_starts.npy").unlink(),
+    "manifest of another": lambda path: rewrite(path, lambda manifest: manifest.update({"noise_margin": 0.5})),
+    "manifest gone": lambda path: (path / MANIFEST).unlink(),
+    "empty": lambda path: [file.unlink() for file in path.iterdir()],
+    "gone": shutil.rmtree,
+    "a file": lambda path: (shutil.rmtree(path), path.write_text("x")),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_publishing_again_mends_a_damaged_copy(tmp_path: Path, kind: str) -> None:
+    bundle = trained.bundle()
+    path = registry.publish(bundle, tmp_path)
+    DAMAGES[kind](path)
+    with pytest.raises(InvalidBundleError):
+        registry.load_version(path, trained.OP, "h200")
+    assert registry.publish(bundle, tmp_path) == path == registry.current(trained.OP, "h200", tmp_path)
+    assert Bundle.load(path).digest == bundle.digest
+    assert [found.name for found in path.parent.iterdir()] == [bundle.digest]
+
+
+def test_publishing_again_leaves_a_good_copy_alone(tmp_path: Path) -> None:
+    path = registry.publish(trained.bundle(), tmp_path)
+    before = (path / MANIFEST).stat()
+    registry.publish(trained.bundle(), tmp_path)
+    after = (path / MANIFEST).stat()
+    assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_rolling_back_passes_over_a_damaged_version_and_names_it(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, two = trained.bundle(), other_bundle()
+    first = registry.publish(one, tmp_path)
+    middle = registry.publish(two, tmp_path)
+    registry.publish(one, tmp_path)
+    DAMAGES[kind](middle)
+    assert registry.rollback(trained.OP, "h200", tmp_path) == registry.shipped(trained.OP, "h200")
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert two.digest[:12] in caplog.text
+    assert registry.history(trained.OP, "h200", tmp_path) == []
+    registry._point(first.parent.parent, [two.digest, one.digest])  # the one in force may be damaged, too
+    assert registry.rollback(trained.OP, "h200", tmp_path) == first
+    registry._point(first.parent.parent, [one.digest, two.digest, "0" * 64, one.digest])
+    with pytest.raises(InvalidBundleError, match=r"version must name|missing|altered|digest"):
+        registry.promote(trained.OP, "h200", two.digest[:12], tmp_path)
+    assert registry.history(trained.OP, "h200", tmp_path)[0] == one.digest
+
+
+def test_a_rollback_that_leads_nowhere_changes_nothing(tmp_path: Path) -> None:
+    """Without a shipped bundle behind them, damaged versions are nothing to go back to."""
+    rows = synthetic.synthetic_rows([trained.SHAPES[0]], arch="mi355x")
+    first, second = (train(trained.columns(rows), op=trained.OP, arch="mi355x", folds=0, seed=seed) for seed in (0, 1))
+    path = registry.publish(first, tmp_path)
+    now = registry.publish(second, tmp_path)
+    (path / "rank_value.npy").unlink()
+    before = registry.history(trained.OP, "mi355x", tmp_path)
+    with pytest.raises(InvalidBundleError, match=rf"nothing was changed: version {first.digest[:12]} .*is missing"):
+        registry.rollback(trained.OP, "mi355x", tmp_path)
+    assert registry.history(trained.OP, "mi355x", tmp_path) == before
+    assert registry.current(trained.OP, "mi355x", tmp_path) == now
+    (path.parent.parent / registry.POINTER).write_text("garbage")
+    with pytest.raises(InvalidBundleError, match="must hold digests of 64 hex digits, got 'garbage'"):
+        registry.rollback(trained.OP, "mi355x", tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "nonsense\n", "0" * 64 + "\n", "../../x\n", "\x00"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -32,6 +33,7 @@ from tilewise.kernels.paged_mqa_logits import spec
 from tilewise.kernels.paged_mqa_logits.spec import Config, Shape, default_config, is_valid
 from tilewise.models import registry
 from tilewise.models.bundle import FILES, MANIFEST, Bundle
+from tilewise.models.bundle import _digest as digest_of
 from tilewise.models.choice import choose
 from tilewise.models.latency import train
 
@@ -471,10 +473,77 @@ def test_a_bundle_that_is_refused_does_not_replace_a_good_one(tmp_path: Path) ->
     (path / MANIFEST).write_text("{}")
     registry._point(path.parent.parent, [path.name, path.name, "0" * 64])
     assert chooser.reload() is False
-    assert chooser.select(KNOWN) == good
+    now = chooser.select(KNOWN)
+    assert (now.config, now.predicted_us, now.model_id) == (good.config, good.predicted_us, good.model_id)
+    assert f"The published bundle {good.model_id} cannot be used (manifest" in now.reason
+    assert chooser.problem.endswith(f"{good.model_id} goes on answering.")
     assert chooser.counters["bundle_refused"] == 1
     assert chooser.reload() is False
     assert chooser.counters["bundle_refused"] == 1
+
+
+def spoil(kind: str, path: Path) -> None:
+    """Damage a published bundle or what points to it."""
+    pointer = path.parent.parent / registry.POINTER
+    if kind == "folder gone":
+        shutil.rmtree(path)
+    elif kind == "pointer garbage":
+        pointer.write_text("not a digest\n")
+    elif kind == "pointer binary":
+        pointer.write_bytes(b"\xff\x00\xfe")
+    elif kind == "pointer to nothing":
+        pointer.write_text("0" * 64 + "\n")
+    elif kind == "pointer a folder":
+        pointer.unlink()
+        pointer.mkdir()
+    elif kind == "another bundle in the folder":
+        manifest = json.loads((path / MANIFEST).read_text())
+        manifest["noise_margin"] = 0.5
+        manifest["digest"] = digest_of(manifest)
+        (path / MANIFEST).write_text(json.dumps(manifest))
+    else:
+        data = (path / kind).read_bytes()
+        (path / kind).write_bytes(data[: len(data) // 2])
+
+
+SPOILT = ("rank_value.npy", MANIFEST, "folder gone", "pointer garbage", "pointer binary", "pointer to nothing",
+          "pointer a folder", "another bundle in the folder")  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SPOILT)
+@pytest.mark.parametrize("arch", ["h200", "mi355x"])
+def test_a_published_bundle_that_cannot_be_used_is_said_counted_and_logged_once(
+    kind: str, arch: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a shipped bundle (h200), that one answers; without one, the ladder goes on. No answer hides it."""
+    bundle = trained.bundle()
+    if arch != "h200":
+        bundle = train(trained.columns(synthetic.synthetic_rows([KNOWN], arch=arch)), op=trained.OP, arch=arch, folds=0)
+    path = registry.publish(bundle, tmp_path)
+    spoil(kind, path)
+    with caplog.at_level(logging.WARNING, "tilewise"):
+        chooser = Selector(arch, home=tmp_path)
+        chooser.reload(force=True)
+        for shape in (KNOWN, trained.UNSEEN, Shape(4096, 6, 32, 128, 64, 4096)):
+            said = chooser.select(shape).reason
+            assert "ublished bundle" in said
+            assert "cannot be used (" in said
+            assert chooser.explain(shape).decision.reason == said
+    assert "cannot be used (" in chooser.problem
+    assert chooser.model_id != bundle.model_id
+    if arch == "h200":
+        assert chooser.bundle is not None
+        assert chooser.problem.endswith(": the shipped one answers.")
+        assert chooser.select(Shape(0, 1, 32)).reason.endswith(": the shipped one answers.")
+    assert chooser.counters["bundle_refused"] == 2  # once per load
+    assert len([record for record in caplog.records if "cannot be used (" in record.getMessage()]) == 1
+    if kind == "pointer a folder":
+        return
+    registry.publish(bundle, tmp_path)
+    assert chooser.reload() is True
+    assert chooser.problem == ""
+    assert chooser.select(KNOWN).model_id == bundle.model_id
+    assert "cannot be used" not in chooser.select(KNOWN).reason
 
 
 # -- explain and rank
