@@ -5,6 +5,7 @@ The format, and how to change it, is in docs/bundle-format.md.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import json
@@ -22,7 +23,7 @@ import numpy.typing as npt
 
 from tilewise.errors import InvalidBundleError, TilewiseError
 from tilewise.kernels.arch import Arch
-from tilewise.kernels.paged_mqa_logits.spec import Config, Shape
+from tilewise.kernels.paged_mqa_logits.spec import SHAPE_FIELDS, Config, Shape
 from tilewise.models.exact import ARRAYS as EXACT_ARRAYS
 from tilewise.models.exact import Exact
 from tilewise.models.features import (
@@ -126,15 +127,35 @@ class Bundle:
         return self.rank.predict(self.features(shape, configs))
 
     def best_us(self, shape: Shape) -> float:
-        """Predicted time of the shape's best config, microseconds."""
+        """Predicted time of the shape's best config, microseconds; never below `least_us`."""
         numbers = shape_columns(shape)
         level = self.level.predict(shape_features(numbers, self.arch)[None, : len(SHAPE_FEATURES)])
-        return float(floors_us(numbers, self.arch) * np.exp(level[0]))
+        return max(float(floors_us(numbers, self.arch) * np.exp(level[0])), self.least_us(shape))
 
     def predict_us(self, shape: Shape, configs: Sequence[Config]) -> npt.NDArray[np.float64]:
-        """[len(configs)] predicted times, microseconds."""
+        """[len(configs)] predicted times, microseconds.
+
+        None is below `least_us`: where the model goes below it, as it may far from what was measured, all are scaled up
+        together, so that their order and their ratios stay.
+        """
         ratio = unsquash(self.scores(shape, configs), self.manifest["rank"]["squash"])
-        return self.best_us(shape) * np.exp(np.minimum(ratio, 50.0))
+        times = self.best_us(shape) * np.exp(np.minimum(ratio, 50.0))
+        return np.asarray(times * max(1.0, self.least_us(shape) / times.min(initial=np.inf)))
+
+    def least_us(self, shape: Shape) -> float:
+        """No launch of this shape is believed to take less: what the fastest measured launch took, whatever it did, and
+        the shape's floor (or what the measured times reached of theirs, should any have been below it)."""
+        launch_us, share = self._limits
+        return max(launch_us, share * float(floors_us(shape_columns(shape), self.arch)))
+
+    @functools.cached_property
+    def _limits(self) -> tuple[float, float]:
+        """The least measured time, and the least measured time over its shape's floor, at most 1."""
+        if not len(self.exact):
+            return 0.0, 1.0
+        best = np.fmin.reduceat(self.exact.latency_us, self.exact.starts[:-1])
+        columns = {name: self.exact.shapes[:, at].astype(np.float64) for at, name in enumerate(SHAPE_FIELDS)}
+        return float(best.min()), min(1.0, float((best / floors_us(columns, self.arch)).min()))
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write the bundle to `folder`, whole or not at all; a bundle already there is replaced."""

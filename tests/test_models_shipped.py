@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 pytest.importorskip("pyarrow")
 
 from tilewise.data.store import load_profile
 from tilewise.dispatch.selector import Selector
-from tilewise.kernels.paged_mqa_logits.spec import Shape
+from tilewise.kernels.paged_mqa_logits.spec import Shape, candidates, floor_us
 from tilewise.models import registry
-from tilewise.models.bundle import Bundle
+from tilewise.models.bundle import Bundle, unsquash
 from tilewise.models.golden import verify
 from tilewise.models.latency import data_digest
 from tilewise.models.measurements import installed_hash, measurements
@@ -61,3 +62,23 @@ def test_the_usual_decode_shape_is_answered_from_measurement(tmp_path: Path) -> 
     assert (decision.source, decision.regime) == ("exact", "inside")
     assert decision.config.fuse_n == 6
     assert 100 < decision.predicted_us < 200
+
+
+@pytest.mark.parametrize("folder", SHIPPED, ids=lambda path: f"{path.parent.name}-{path.name}")
+@pytest.mark.parametrize("sizes", [
+    (1, 1, 32, 128, 64, 1), (1, 1, 16, 64, 64, 1), (3, 8, 128, 128, 16, 7), (1, 6, 32, 128, 64, 65),
+    (2, 1, 8, 128, 64, 512), (1 << 20, 8, 64, 128, 64, 1), (14, 4, 8, 128, 64, 500247), (1 << 20, 8, 128, 128, 256, 1 << 24),
+    (64, 6, 32, 128, 64, 32768, 1),
+])  # fmt: skip
+def test_no_predicted_time_is_below_what_any_launch_takes(folder: Path, sizes: tuple[int, ...]) -> None:
+    """Far from what was measured, too: not below the fastest measured launch, nor below the shape's own floor."""
+    bundle, shape = Bundle.load(folder), Shape(*sizes)
+    chooser = Selector(bundle.arch, bundle_dir=folder, use_exact=False)
+    least = float(np.nanmin(bundle.exact.latency_us))
+    times = [one.predicted_us for one in chooser.rank(shape) if one.predicted_us is not None]
+    assert min(times) >= max(least, 0.98 * floor_us(shape, bundle.arch))
+    # The order and the ratios are the model's own.
+    configs = candidates(shape, bundle.arch)
+    ratio = np.exp(np.minimum(unsquash(bundle.scores(shape, configs), bundle.manifest["rank"]["squash"]), 50.0))
+    predicted = bundle.predict_us(shape, configs)
+    assert np.allclose(predicted / predicted.min(), ratio / ratio.min(), rtol=1e-12)
