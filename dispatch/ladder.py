@@ -123,29 +123,44 @@ def _weigh(shape: Shape, arch: Arch, known: Knowledge, use_exact: bool) -> Asses
     if not usable:
         return _prior(found, arch, "all_failed", "every config failed when this shape was measured")
 
+    partly = ""
     if use_exact and index is not None:
         if all(configs[i] in measured for i in usable):
             found.times[usable] = [measured[configs[i]] for i in usable]
             return _choose(found, bundle, known, "exact")
         found.misses.append("partly_measured")
+        partly = _partly_measured([configs[i] in measured for i in usable])
     found.times[usable] = bundle.predict_us(shape, [configs[i] for i in usable])
     outside = bundle.regime.outside(shape)
     if not outside:
-        return _choose(found, bundle, known, "model")
+        found = _choose(found, bundle, known, "model")
+        found.reason += partly
+        return found
 
-    text = "; ".join(one.text for one in outside)
+    text = f"beyond what was measured: {' and '.join(one.text for one in outside)}"
     allowed, why = bundle.regime.transfer_allowed(outside)
     near = bundle.exact.nearest(shape, 1, same_pages=True) if allowed else []
     found.time_source = "model"
     if not near:
-        return _prior(found, arch, "extrapolated", f"extrapolated: {text}; {why}")
+        found = _prior(found, arch, "extrapolated", f"{text}; {why}")
+        found.reason += partly
+        return found
     source = bundle.exact.shape(near[0][0])
     best, _ = bundle.exact.best(near[0][0])
     found.chosen = usable[transfer(best, source, shape, [configs[i] for i in usable])]
     found.source, found.regime = "nearest", "extrapolated"
     found.misses.append("extrapolated")
-    found.reason = f"extrapolated: {text}; the best config of the nearest measured shape, since {why}."
+    found.reason = f"{text}; {why}: the best config of the nearest measured shape.{partly}"
     return found
+
+
+def _partly_measured(measured: list[bool]) -> str:
+    """A sentence for a shape that was measured, but not with all of its candidates."""
+    count = "None" if not any(measured) else f"Only {sum(measured)}"
+    return (
+        f" {count} of its {len(measured)} candidates were measured at this shape, so the times are predicted; "
+        "`tilewise collect` with this shape in its file of shapes measures the others."
+    )
 
 
 def _other_compiler(bundle: Bundle | None) -> str:

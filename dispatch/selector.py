@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import itertools
 import logging
+import numbers
+import operator
 import os
 import threading
 from collections import Counter
@@ -89,7 +91,7 @@ class Selector:
         mean_context_len: int | None = None,
         cache_layout: str | None = None,
     ) -> Decision:
-        """The decision for a shape, or for its sizes; sizes left out are Shape's own defaults.
+        """The decision for a shape, or for its sizes; sizes left out are Shape's own defaults. numpy's integers will do.
 
         Raises InvalidShapeError for an invalid shape, InvalidConfigError where no kernel serves it on this GPU.
         """
@@ -310,7 +312,14 @@ def _as_shape(shape: Any, sizes: dict[str, Any]) -> Shape:
     for name in ("batch_size", "next_n", "heads"):
         if sizes.get(name) is None:
             raise InvalidShapeError(f"{name} must be given, as must batch_size, next_n and heads, or a Shape")
-    return Shape(**sizes)
+    return Shape(**{name: _plain_int(value) for name, value in sizes.items()})
+
+
+def _plain_int(value: Any) -> Any:
+    """numpy's integers and their like as int; anything else as it is, for Shape to judge. No tensor is read."""
+    if isinstance(value, numbers.Integral) and type(value) is not bool:
+        return operator.index(value)
+    return value
 
 
 _selectors: dict[str | None, Selector] = {}
@@ -334,7 +343,16 @@ def selector(arch: Arch | str | None = None) -> Selector:
 
 def select(shape: Shape | None = None, *, arch: Arch | str | None = None, **sizes: Any) -> Decision:
     """The decision for a shape, or for its sizes, on `arch` (default: the current GPU); see Selector.select."""
-    return selector(arch).select(shape, **sizes)
+    try:
+        return selector(arch).select(shape, **sizes)
+    except TypeError:
+        for name in sizes:
+            if name not in _SIZES:
+                raise TypeError(
+                    f"tilewise.select() got an unexpected keyword argument {name!r}; it takes a shape, arch, or "
+                    f"sizes: {', '.join(_SIZES)}"
+                ) from None
+        raise
 
 
 def rank(

@@ -50,8 +50,7 @@ class Regime:
                 edge = low if value < low else high
                 side = "low" if value < low else "high"
                 reach = abs(math.log2(max(value, 1e-9) / max(edge, 1e-9)))
-                word = "below" if value < low else "above"
-                found.append(Outside(name, side, reach, f"{name} {value:g} is {word} the measured {edge:g}"))
+                found.append(Outside(name, side, reach, _outside_text(name, value, low, high)))
         return found
 
     def _unmeasured(self, group: tuple[Any, ...]) -> Outside:
@@ -64,21 +63,24 @@ class Regime:
         return Outside("group", "unmeasured", math.inf, f"no shape with {sizes} was measured")
 
     def transfer_allowed(self, outside: Sequence[Outside]) -> tuple[bool, str]:
-        """Whether the loss of a transfer this far is bounded by measurement, and the sentence that says so."""
+        """Whether the loss of a transfer this far is bounded by measurement, and the clause that says so."""
         worst = 1.0
         for one in outside:
             known = self.transfers.get(f"{one.dimension} {one.side}")
-            if known is None or known["shapes"] < FEWEST_TRANSFERS:
-                return False, f"no transfer beyond {one.dimension} was measured"
-            if one.reach > known["reach"] + 1e-9:
-                return False, f"transfers were measured only {known['reach']:.2g} doublings beyond {one.dimension}"
-            if known["worst"] > WORST_TRANSFER or known["geomean"] > known["default_geomean"]:
+            if known is None or known["shapes"] < FEWEST_TRANSFERS or one.reach > known["reach"] + 1e-9:
+                return False, "nothing measured tells how a measured config does there"
+            if known["worst"] > WORST_TRANSFER:
                 return False, (
-                    f"such transfers were measured to lose up to {known['worst']:.2f}x, "
-                    f"{known['geomean']:.3f}x on average against the default's {known['default_geomean']:.3f}x"
+                    f"a measured config carried as far took up to {known['worst']:.2f}x the best time when that was "
+                    "tried"
+                )
+            if known["geomean"] > known["default_geomean"]:
+                return False, (
+                    f"a measured config carried as far took {known['geomean']:.3f}x the best time on average when that "
+                    f"was tried, the default {known['default_geomean']:.3f}x"
                 )
             worst = max(worst, known["worst"])
-        return True, f"such transfers were measured to lose at most {worst:.2f}x"
+        return True, f"a measured config carried as far took at most {worst:.2f}x the best time when that was tried"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for the manifest."""
@@ -126,3 +128,19 @@ def range_value(shape: Shape, name: str) -> float:
     if name == "raggedness":
         return round(shape.max_context_len / max(1, shape.mean_context_len or 0), 6)
     return float(getattr(shape, name))
+
+
+def _outside_text(name: str, value: float, low: float, high: float) -> str:
+    label = "longest over mean context" if name == "raggedness" else name
+    for digits in (1, 6):  # the few digits that tell the value from the range
+        given, least, most = (_plain(number, digits) for number in (value, low, high))
+        if given not in (least, most):
+            break
+    if least == most:
+        return f"{label} {given} was not measured, only {least}"
+    return f"{label} {given} is outside the measured {least} to {most}"
+
+
+def _plain(number: float, digits: int) -> str:
+    text = f"{number:.{digits}f}"
+    return text.rstrip("0").rstrip(".")

@@ -295,6 +295,36 @@ def test_regime_says_how_a_shape_lies_outside() -> None:
     assert Regime.from_dict(regime.to_dict()) == regime
 
 
+def test_what_lies_outside_is_said_in_plain_numbers() -> None:
+    """For an operator: names of sizes, the value and the range, no exponents, no digits without a meaning."""
+    regime = Regime.of([Shape(1, 4, 32), Shape(64, 4, 32, 128, 64, 32768, 7782)], {})
+    said = {
+        Shape(1 << 20, 4, 32): ["batch_size 1048576 is outside the measured 1 to 64"],
+        Shape(8, 6, 32): ["next_n 6 was not measured, only 4"],
+        Shape(8, 4, 32, 128, 64, 32768, 1): ["longest over mean context 32768 is outside the measured 1 to 4.2"],
+        Shape(8, 4, 32, 128, 64, 32768, 7781): [
+            "longest over mean context 4.211284 is outside the measured 1 to 4.210743"
+        ],
+        Shape(8, 4, 16): ["heads 16 was not measured, only 32"],
+    }
+    assert {shape: [one.text for one in regime.outside(shape)] for shape in said} == said
+
+
+def test_the_reason_against_a_transfer_is_a_plain_sentence() -> None:
+    base = {"shapes": 9, "reach": 1.0, "worst": 1.05, "geomean": 1.01, "default_worst": 1.2, "default_geomean": 1.02}
+    shape = Shape(100, 6, 32, 128, 64, 2048)
+    for change, said in (
+        ({"worst": 1.509}, "took up to 1.51x the best time when that was tried"),
+        ({"geomean": 1.034}, "took 1.034x the best time on average when that was tried, the default 1.020x"),
+        ({"reach": 0.19}, "nothing measured tells how a measured config does there"),
+    ):
+        regime = Regime.of(trained.SHAPES, {"batch_size high": {**base, **change}})
+        text = regime.transfer_allowed(regime.outside(shape))[1]
+        assert said in text
+        assert "doubling" not in text
+        assert "transfer" not in text
+
+
 def test_a_transfer_is_allowed_only_where_its_loss_was_measured_and_small() -> None:
     good = {"shapes": 9, "reach": 1.0, "worst": 1.05, "geomean": 1.01, "default_worst": 1.2, "default_geomean": 1.02}
     shape = Shape(100, 6, 32, 128, 64, 2048)

@@ -67,8 +67,8 @@ def test_the_usual_decode_shape_is_answered_from_measurement(tmp_path: Path) -> 
 @pytest.mark.parametrize("folder", SHIPPED, ids=lambda path: f"{path.parent.name}-{path.name}")
 @pytest.mark.parametrize("sizes", [
     (1, 1, 32, 128, 64, 1), (1, 1, 16, 64, 64, 1), (3, 8, 128, 128, 16, 7), (1, 6, 32, 128, 64, 65),
-    (2, 1, 8, 128, 64, 512), (1 << 20, 8, 64, 128, 64, 1), (14, 4, 8, 128, 64, 500247), (1 << 20, 8, 128, 128, 256, 1 << 24),
-    (64, 6, 32, 128, 64, 32768, 1),
+    (2, 1, 8, 128, 64, 512), (1 << 20, 8, 64, 128, 64, 1), (14, 4, 8, 128, 64, 500247),
+    (1 << 20, 8, 128, 128, 256, 1 << 24), (64, 6, 32, 128, 64, 32768, 1),
 ])  # fmt: skip
 def test_no_predicted_time_is_below_what_any_launch_takes(folder: Path, sizes: tuple[int, ...]) -> None:
     """Far from what was measured, too: not below the fastest measured launch, nor below the shape's own floor."""

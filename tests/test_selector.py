@@ -97,7 +97,7 @@ def test_without_the_exact_rung_a_measured_shape_is_predicted(folder: Path) -> N
 @pytest.mark.parametrize(
     ("shape", "said"),
     [
-        (Shape(4096, 6, 32, 128, 64, 4096), "batch_size 4096 is above the measured 64"),
+        (Shape(4096, 6, 32, 128, 64, 4096), "batch_size 4096 is outside the measured 1 to 64"),
         (Shape(3, 6, 128, 128, 64, 4096), "heads 128 was not measured"),
         (Shape(3, 6, 64, 128, 128, 4096), "block_kv 128 was not measured"),
         (Shape(3, 6, 64, 64, 64, 4096), "head_dim 64 was not measured"),
@@ -202,8 +202,27 @@ def test_a_shape_measured_in_part_is_predicted_and_counted(tmp_path: Path) -> No
         return row if kept else None
 
     chooser = retrained(partly, tmp_path / "b")
-    assert chooser.select(KNOWN).source == "model"
+    decision = chooser.select(KNOWN)
+    offered = spec.candidates(KNOWN, trained.ARCH)
+    timed = sum(config.split_kv == default.split_kv for config in offered)
+    assert 0 < timed < len(offered)
+    assert decision.source == "model"
+    assert f"Only {timed} of its {len(offered)} candidates were measured at this shape" in decision.reason
+    assert "tilewise collect" in decision.reason
     assert chooser.counters == {"partly_measured": 1}
+    assert chooser.explain(KNOWN).nearest[0].shape == KNOWN
+
+
+def test_a_shape_measured_with_configs_that_are_not_on_offer_says_so(tmp_path: Path) -> None:
+    """An imported shape is listed as measured, while none of what may be launched was."""
+    own = synthetic.synthetic_row(KNOWN, Config(split_kv=3, num_warps=8))
+    rows = [own, *(row for row in trained.rows() if row["max_context_len"] != KNOWN.max_context_len)]
+    train(trained.columns(rows), op=trained.OP, arch="h200", folds=0).save(tmp_path / "b")
+    chooser = Selector("h200", bundle_dir=tmp_path / "b")
+    decision = chooser.select(KNOWN)
+    assert chooser.explain(KNOWN).nearest[0].shape == KNOWN
+    assert decision.source == "model"
+    assert "None of its 110 candidates were measured at this shape" in decision.reason
 
 
 # -- whatever the state of the bundle
@@ -382,6 +401,35 @@ def test_a_name_that_is_no_size_is_refused(chooser: Selector) -> None:
         Selector("h200", op="other")
     with pytest.raises(UnsupportedError, match="arch must be one of"):
         Selector("nonsense")
+
+
+def test_a_wrong_keyword_names_the_function_that_was_called() -> None:
+    with pytest.raises(TypeError, match=r"^tilewise\.select\(\) got .*'batch_sizee'; it takes .*batch_size, next_n"):
+        selecting.select(arch="h200", batch_sizee=1, next_n=1, heads=32)
+    with pytest.raises(InvalidShapeError, match="got 'batch_sizee'"):
+        selecting.rank(arch="h200", batch_sizee=1, next_n=1, heads=32)
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.int64, np.uint8, np.uint16])
+def test_numpys_integers_are_sizes(chooser: Selector, kind: Any) -> None:
+    plain = {"batch_size": 16, "next_n": 6, "heads": 32, "head_dim": 128, "block_kv": 64}
+    sizes = {name: kind(value) for name, value in plain.items()}
+    for _ in range(2):  # new, then remembered
+        decision = chooser.select(**sizes)
+        assert decision is chooser.select(**plain)
+        explained = chooser.explain(**sizes)
+        assert explained.decision == decision
+        assert all(type(value) in (int, str) for value in explained.shape.to_dict().values())
+        json.dumps(explained.to_dict())
+        assert chooser.rank(**sizes) == chooser.rank(**plain)
+
+
+@pytest.mark.parametrize("value", [np.bool_(True), np.float32(1), np.array(1), np.array([1]), True, 1.0, "1"], ids=repr)
+def test_what_only_looks_like_an_integer_is_no_size(chooser: Selector, value: Any) -> None:
+    chooser.select(batch_size=1, next_n=1, heads=32)
+    for ask in (chooser.select, chooser.rank, chooser.explain):
+        with pytest.raises(InvalidShapeError, match="batch_size must be an int"):
+            ask(batch_size=value, next_n=1, heads=32)
 
 
 def test_sizes_and_shape_ask_the_same(chooser: Selector) -> None:
