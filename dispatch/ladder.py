@@ -137,12 +137,12 @@ def _weigh(shape: Shape, arch: Arch, known: Knowledge, use_exact: bool) -> Asses
         found.reason += partly
         return found
 
-    text = f"beyond what was measured: {' and '.join(one.text for one in outside)}"
     allowed, why = bundle.regime.transfer_allowed(outside)
+    text = f"beyond what was measured ({', '.join(one.text for one in outside)}), where {why}"
     near = bundle.exact.nearest(shape, 1, same_pages=True) if allowed else []
     found.time_source = "model"
     if not near:
-        found = _prior(found, arch, "extrapolated", f"{text}; {why}")
+        found = _prior(found, arch, "extrapolated", text)
         found.reason += partly
         return found
     source = bundle.exact.shape(near[0][0])
@@ -150,7 +150,7 @@ def _weigh(shape: Shape, arch: Arch, known: Knowledge, use_exact: bool) -> Asses
     found.chosen = usable[transfer(best, source, shape, [configs[i] for i in usable])]
     found.source, found.regime = "nearest", "extrapolated"
     found.misses.append("extrapolated")
-    found.reason = f"{text}; {why}: the best config of the nearest measured shape.{partly}"
+    found.reason = f"{text}: the best config of the nearest measured shape.{partly}"
     return found
 
 

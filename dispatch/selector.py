@@ -91,7 +91,7 @@ class Selector:
         mean_context_len: int | None = None,
         cache_layout: str | None = None,
     ) -> Decision:
-        """The decision for a shape, or for its sizes; sizes left out are Shape's own defaults. numpy's integers will do.
+        """The decision for a shape, or for its sizes; sizes left out are Shape's own defaults. numpy's integers do.
 
         Raises InvalidShapeError for an invalid shape, InvalidConfigError where no kernel serves it on this GPU.
         """
@@ -317,9 +317,7 @@ def _as_shape(shape: Any, sizes: dict[str, Any]) -> Shape:
 
 def _plain_int(value: Any) -> Any:
     """numpy's integers and their like as int; anything else as it is, for Shape to judge. No tensor is read."""
-    if isinstance(value, numbers.Integral) and type(value) is not bool:
-        return operator.index(value)
-    return value
+    return value if isinstance(value, bool) or not isinstance(value, numbers.Integral) else operator.index(value)
 
 
 _selectors: dict[str | None, Selector] = {}

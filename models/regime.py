@@ -68,19 +68,16 @@ class Regime:
         for one in outside:
             known = self.transfers.get(f"{one.dimension} {one.side}")
             if known is None or known["shapes"] < FEWEST_TRANSFERS or one.reach > known["reach"] + 1e-9:
-                return False, "nothing measured tells how a measured config does there"
+                return False, "it was not tried how the measured configs do"
             if known["worst"] > WORST_TRANSFER:
-                return False, (
-                    f"a measured config carried as far took up to {known['worst']:.2f}x the best time when that was "
-                    "tried"
-                )
+                return False, f"a measured config took up to {known['worst']:.2f}x the best time when that was tried"
             if known["geomean"] > known["default_geomean"]:
                 return False, (
-                    f"a measured config carried as far took {known['geomean']:.3f}x the best time on average when that "
+                    f"a measured config took {known['geomean']:.3f}x the best time on average when that "
                     f"was tried, the default {known['default_geomean']:.3f}x"
                 )
             worst = max(worst, known["worst"])
-        return True, f"a measured config carried as far took at most {worst:.2f}x the best time when that was tried"
+        return True, f"a measured config took at most {worst:.2f}x the best time when that was tried"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for the manifest."""

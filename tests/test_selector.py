@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -633,6 +634,16 @@ def test_rank_is_by_time_after_the_chosen_one(chooser: Selector) -> None:
     assert times == sorted(times)
     assert {one.source for one in ranked} == {"model"}
     assert len(ranked) == len(spec.candidates(trained.UNSEEN, trained.ARCH))
+
+
+def test_the_counters_are_those_of_the_page() -> None:
+    root = Path(ladder.__file__).parent
+    source = "".join((root / name).read_text(encoding="utf-8") for name in ("ladder.py", "selector.py"))
+    counted = set(re.findall(r'(?:_warn\(|misses\.append\(|_prior\(found, arch, )"(\w+)"', source))
+    page = (root.parent / "docs" / "selection.md").read_text(encoding="utf-8")
+    table = page.split("| counter |")[1]
+    assert counted == set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE))
+    assert len(counted) == 9
 
 
 # -- process-wide
