@@ -7,14 +7,16 @@ import dataclasses
 import importlib
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tilewise import __version__
 from tilewise import cli_commands as commands
 from tilewise.cli_commands import FALLBACK_ARCH
-from tilewise.data.records import COLUMNS
+from tilewise.data.records import COLUMNS, shorten
 from tilewise.errors import TilewiseError
 from tilewise.kernels.arch import ARCHS
 from tilewise.kernels.paged_mqa_logits.spec import Shape
@@ -45,7 +47,7 @@ OP = "paged_mqa_logits"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 done, 1 done in part or a check failed, 2 refused."""
+    """Run one command and return its exit code, as in docs/cli.md."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         args = build_parser(words[0] if words else None).parse_args(words)
@@ -58,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         missing = (error.name or "").partition(".")[0]
         if missing not in EXTRAS:
             raise
-        print(f"tilewise: this needs {missing}: pip install 'tilewise[{EXTRAS[missing]}]'", file=sys.stderr)
+        print(f"tilewise: this needs {missing}: pip install -e '.[{EXTRAS[missing]}]'", file=sys.stderr)
     except BrokenPipeError:  # the reader, such as `head`, has seen enough; Python must not flush into it at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -74,6 +76,7 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tilewise", description="Pick how to launch GPU attention-indexer kernels, from measured timings."
     )
+    parser.add_argument("--version", action="version", version=__version__, help="print the version and stop")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, (text, add_arguments, run) in COMMANDS.items():
         own = subparsers.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
@@ -97,7 +100,12 @@ def _exists(module: str) -> bool:
 
 
 def _home(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--home", help="folder of imported profiles and published models (default: $TILEWISE_HOME)")
+    parser.add_argument(
+        "--home",
+        type=_folder,
+        metavar="DIR",
+        help="folder of imported profiles and published models (default: $TILEWISE_HOME)",
+    )
 
 
 def _arch(parser: argparse.ArgumentParser) -> None:
@@ -137,36 +145,64 @@ def add_evaluate(parser: argparse.ArgumentParser) -> None:
     _arch(parser)
     _home(parser)
     _json(parser)
-    parser.add_argument("--seed", type=int, default=0, help="seed of folds and training (default: 0)")
-    parser.add_argument("--leave-out", action="append", default=[], metavar="FIELD", help="hold out each value in turn")
+    parser.add_argument("--seed", type=_SEED, default=0, help="seed of folds and training (default: 0)")
+    parser.add_argument(
+        "--leave-out",
+        action="append",
+        default=[],
+        choices=LEAVE_OUT,
+        help=f"also hold out each value of a field in turn: {', '.join(LEAVE_OUT)}; repeatable",
+    )
 
 
 def _between(low: int, high: int) -> Callable[[str], int]:
     def number(text: str) -> int:
-        value = int(text)
+        try:
+            value = int(text)
+        except ValueError:
+            value = low - 1
         if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"must be {low} to {high}, got {value}")
+            raise argparse.ArgumentTypeError(f"must be {low} to {high}, got {shorten(text)}")
         return value
 
     return number
 
 
 def _folds(text: str) -> int:
-    number = int(text)
-    if number != 0 and number < 2:
-        raise argparse.ArgumentTypeError(f"must be 0, or 2 or more, got {number}")
-    return number
+    return 0 if text == "0" else _between(2, MAX_FOLDS)(text)
+
+
+def _digest(text: str) -> str:
+    if not re.fullmatch(r"[0-9a-f]{6,64}", text):
+        raise argparse.ArgumentTypeError(f"must be the first 6 to 64 digits of a digest, got {shorten(text)}")
+    return text
+
+
+def _folder(text: str) -> str:
+    if not text:  # an unset variable, more often than the present folder
+        raise argparse.ArgumentTypeError("must name a folder, got ''")
+    return text
+
+
+_SEED = _between(0, 2**32 - 1)  # what numpy's generators take
+MAX_FOLDS = 1000
+# Fields of which the shipped profile has several values, and which the model must carry over.
+LEAVE_OUT = ("batch_size", "next_n", "heads", "block_kv", "max_context_len")
 
 
 def add_train(parser: argparse.ArgumentParser) -> None:
     _arch(parser)
     _home(parser)
     _json(parser)
-    parser.add_argument("--seed", type=int, default=0, help="seed of training (default: 0)")
+    parser.add_argument("--seed", type=_SEED, default=0, help="seed of training (default: 0)")
     parser.add_argument(
-        "--folds", type=_folds, default=10, help="held-out folds for the metrics, 0 for none (default: 10)"
+        "--folds",
+        type=_folds,
+        default=10,
+        metavar="N",
+        help=f"held-out folds for the metrics, 2 to {MAX_FOLDS}, or 0 for none (default: 10)",
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write the bundle to DIR and publish nothing")
+    parser.add_argument("--out", type=_folder, metavar="DIR", help="write the bundle to DIR and publish nothing")
 
 
 def add_import(parser: argparse.ArgumentParser) -> None:
@@ -177,6 +213,9 @@ def add_import(parser: argparse.ArgumentParser) -> None:
 
 def add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument(
+        "--fd", type=_between(0, 1 << 20), metavar="N", help="serve on this open socket, not on --host and --port"
+    )
     parser.add_argument("--port", type=_between(0, 65535), default=8000, help="port to listen on (default: 8000)")
     parser.add_argument("--workers", type=_between(1, 1024), default=1, metavar="N", help="processes (default: 1)")
     parser.add_argument(
@@ -192,7 +231,9 @@ def add_models(parser: argparse.ArgumentParser) -> None:
     _home(parser)
     _json(parser)
     change = parser.add_mutually_exclusive_group()
-    change.add_argument("--promote", metavar="DIGEST", help="put a published version in force, by its first digits")
+    change.add_argument(
+        "--promote", type=_digest, metavar="DIGEST", help="put a published version in force, by its first digits"
+    )
     change.add_argument("--rollback", action="store_true", help="put the version before the present one in force")
 
 

@@ -6,7 +6,7 @@ import argparse
 import functools
 import importlib.util
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tilewise import __version__
 from tilewise.cli_output import (
@@ -20,16 +20,26 @@ from tilewise.cli_output import (
     progress_bar,
     us,
 )
+from tilewise.data.home import home_dir, require_writable
 from tilewise.errors import InvalidProfileError, UnsupportedError
 from tilewise.kernels.arch import current_arch, get_arch
 from tilewise.kernels.paged_mqa_logits.spec import SHAPE_FIELDS, Shape
+
+if TYPE_CHECKING:
+    from tilewise.data.store import ImportReport
 
 FALLBACK_ARCH = "h200"  # where no GPU is found
 
 _SCHEMA_TEXT = """\
 Written by `tilewise schema`; the source is `data/records.py`, where `check_row` is the whole rule of a good row. A
 profile is a Parquet, JSON lines or CSV file with these columns; those that may be null may also be left out. An empty
-CSV field is null where null is allowed."""
+CSV field is null where null is allowed.
+
+Beyond types and ranges, a row whose status is `correct` must be possible: its config may launch its shape on its arch
+(a kernel that is not registered is taken, and dropped by training); its time is at least {LEAST_US} us and
+{LEAST_OF_FLOOR} of the floor, which is the larger of bytes over bandwidth and flops over rate (flops alone with a warm
+cache; no floor for a GPU whose rates are not known), and at most {MOST_US:.0f} us; its error is at most {MAX_ERROR}.
+In any row, `compute_units` is that of the arch, and `measured_at` is not in the future."""
 
 
 def _shape_of(args: argparse.Namespace) -> Shape:
@@ -104,16 +114,30 @@ def run_evaluate(args: argparse.Namespace) -> int:
     return 0
 
 
+def _check_place(args: argparse.Namespace, arch: str) -> None:
+    """Refuse, before minutes of training, a place that cannot take the bundle or holds something else."""
+    from tilewise.models.bundle import MANIFEST
+
+    if args.out is None:
+        require_writable(home_dir(args.home) / "models" / args.op / arch)
+        return
+    out = Path(args.out).resolve()
+    if out.exists() and not (out / MANIFEST).is_file() and (not out.is_dir() or any(out.iterdir())):
+        raise UnsupportedError(f"--out must be a new folder, an empty one or a bundle, which is replaced, got {out}")
+    require_writable(out.parent)
+
+
 def run_train(args: argparse.Namespace) -> int:
     from tilewise.models import latency, registry
 
     arch, profile = _profile(args)
+    _check_place(args, arch)
     note(f"training on {len(profile)} rows of {args.op} on {arch}")
     with progress_bar() as progress:
         bundle = latency.train(
             profile.columns, op=args.op, arch=arch, seed=args.seed, folds=args.folds, progress=progress
         )
-    place = registry.publish(bundle, args.home) if args.out is None else bundle.save(args.out)
+    place = registry.publish(bundle, args.home) if args.out is None else bundle.save(Path(args.out).resolve())
     result = {
         "model_id": bundle.model_id,
         "digest": bundle.digest,
@@ -136,6 +160,13 @@ def _note_row(path: Path, number: int, reason: str) -> None:
     note(f"{path} row {number}: {reason}")
 
 
+def _already(report: ImportReport) -> str:
+    if report.new or not report.accepted:
+        return f", {report.shipped} of them are shipped with tilewise" if report.shipped else ""
+    where = "come with tilewise" if report.shipped == report.accepted else "were there"
+    return f"; all of them {where} already, nothing changed"
+
+
 def run_import(args: argparse.Namespace) -> int:
     from tilewise.data.store import import_file
 
@@ -145,8 +176,7 @@ def run_import(args: argparse.Namespace) -> int:
         reports[str(path)] = report
         if not args.json:
             counts = f"{report.accepted} rows accepted, {report.duplicates} repeated, {report.rejected} rejected"
-            known = "" if report.new or not report.accepted else "; all of them were there already, nothing changed"
-            print(f"{path}: {counts}{known}")
+            print(f"{path}: {counts}{_already(report)}")
     if args.json:
         print_json({path: report.to_dict() for path, report in reports.items()})
     return 1 if any(report.rejected for report in reports.values()) else 0
@@ -155,14 +185,20 @@ def run_import(args: argparse.Namespace) -> int:
 def run_serve(args: argparse.Namespace) -> int:
     from tilewise.server import serve
 
-    serve(
-        host=args.host,
-        port=args.port,
-        workers=args.workers,
-        arch_names=args.arch or (),
-        home=args.home,
-        log_level=args.log_level,
-    )
+    try:
+        serve(
+            host=args.host,
+            port=args.port,
+            fd=args.fd,
+            workers=args.workers,
+            arch_names=args.arch or (),
+            home=args.home,
+            log_level=args.log_level,
+        )
+    except (OSError, UnicodeError) as error:  # UnicodeError: a host name that is none
+        where = f"{args.host}:{args.port}" if args.fd is None else f"file descriptor {args.fd}"
+        note(f"tilewise: cannot serve on {where}: {getattr(error, 'strerror', None) or error}")
+        return 1
     return 0
 
 
@@ -191,12 +227,15 @@ def run_models(args: argparse.Namespace) -> int:
 
 
 def run_schema(args: argparse.Namespace) -> int:
+    from tilewise.data import records
     from tilewise.data.records import SCHEMA_VERSION, schema_table
 
     if args.json:
         print_json([dict(zip(("column", "type", "meaning"), row, strict=True)) for row in schema_table()])
         return 0
-    print(f"# Profile schema, version {SCHEMA_VERSION}\n\n{_SCHEMA_TEXT}\n\n| column | type | meaning |\n|---|---|---|")
+    limits = {name: getattr(records, name) for name in ("LEAST_US", "LEAST_OF_FLOOR", "MOST_US", "MAX_ERROR")}
+    print(f"# Profile schema, version {SCHEMA_VERSION}\n\n{_SCHEMA_TEXT.format(**limits)}\n")
+    print("| column | type | meaning |\n|---|---|---|")
     for column, kind, meaning in schema_table():
         escaped = meaning.replace("|", "\\|").replace("<", "\\<")
         print(f"| `{column}` | {kind} | {escaped} |")

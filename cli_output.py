@@ -69,6 +69,13 @@ def print_evaluation(result: dict[str, Any]) -> None:
     print(f"{'':<10}" + "".join(f"{name:>16}" for name in FIGURES))
     for name, figures in {"model": result, **result["baselines"]}.items():
         print(f"{name:<10}" + "".join(f"{figures[figure]:>16.4f}" for figure in FIGURES))
+    for field, left_out in result.get("leave_one_out", {}).items():
+        print(f"\neach of {left_out['values']} values of {field} held out in turn", end="")
+        if FIGURES[0] not in left_out:
+            print(": nothing is left to train on")
+            continue
+        print(f", {100 * left_out['extrapolated']:.0f} % of the shapes beyond what is left")
+        print(f"{'model':<10}" + "".join(f"{left_out[figure]:>16.4f}" for figure in FIGURES))
 
 
 def print_metrics(metrics: dict[str, Any]) -> None:

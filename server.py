@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import inspect
-import ipaddress
 import json
 import logging
 import os
-import socket
 import sys
 from collections.abc import AsyncIterator, Iterable
 from typing import Annotated, Any, Literal
@@ -27,9 +26,10 @@ from tilewise import __version__
 from tilewise.data.records import COLUMNS, shorten
 from tilewise.dispatch.decision import Decision, Neighbour, Ranked, RegimeName, Rejected, Source
 from tilewise.dispatch.selector import Selector
-from tilewise.errors import TilewiseError
-from tilewise.kernels.arch import ARCHS, get_arch
+from tilewise.errors import InvalidConfigError, InvalidShapeError, TilewiseError
+from tilewise.kernels.arch import ARCHS, Arch, get_arch
 from tilewise.kernels.paged_mqa_logits import spec
+from tilewise.server_listen import adopt, is_loopback, listen
 from tilewise.server_problems import ERRORS, FieldProblem, Problem, add_problems
 
 POLL_S = 0.5
@@ -83,7 +83,7 @@ class LaunchRequest(BaseModel):
     block_kv: Annotated[int, _one_of(*spec.BLOCK_KVS)] = Field(
         64, description=_DOC["block_kv"], json_schema_extra={"enum": list(spec.BLOCK_KVS)}
     )
-    max_context_len: int = Field(ge=0, le=spec.MAX_CONTEXT_LEN, description=_DOC["max_context_len"])
+    max_context_len: int = Field(32768, ge=0, le=spec.MAX_CONTEXT_LEN, description=_DOC["max_context_len"])
     mean_context_len: int | None = Field(
         None, ge=0, le=spec.MAX_CONTEXT_LEN, description=f"{_DOC['mean_context_len']}; max_context_len when left out"
     )
@@ -94,6 +94,12 @@ class LaunchRequest(BaseModel):
         return spec.Shape(**{name: getattr(self, name) for name in spec.SHAPE_FIELDS})
 
 
+class RankRequest(LaunchRequest):
+    """A launch shape, the GPU that it is for, and how many configs are wanted."""
+
+    limit: int | None = Field(None, ge=1, le=1 << 20, description="give the best so many only; all when left out")
+
+
 class SelectAnswer(BaseModel):
     """A decision, and what it is for."""
 
@@ -102,7 +108,10 @@ class SelectAnswer(BaseModel):
     shape: spec.Shape
     config: spec.Config
     predicted_us: float | None = Field(description="of the config, microseconds; null where nothing is known")
-    margin: float | None = Field(description="the runner-up's time over the config's, less 1")
+    margin: float | None = Field(
+        description="the runner-up's time over the config's, less 1; negative where the runner-up is predicted "
+        "faster, but not surely enough to replace the default"
+    )
     runner_up: spec.Config | None
     source: Source = Field(description="the rung of the ladder that answered")
     regime: RegimeName = Field(description="inside what was measured, or beyond it")
@@ -145,11 +154,34 @@ class Service:
 
     def selector(self, arch: str | None) -> Selector:
         """The selector of a GPU, also under the name of its ISA; a 422 that names the field where it is not served."""
+        if message := self.refusal(arch):
+            raise FieldProblem([("arch", message)])
+        return self.selectors[self.default if arch is None else get_arch(arch).name]
+
+    def refusal(self, arch: object) -> str | None:
+        """Why this service does not answer for `arch`, or None."""
         with contextlib.suppress(TilewiseError):
-            name = self.default if arch is None else get_arch(arch).name
-            if name in self.selectors:
-                return self.selectors[name]
-        raise FieldProblem("arch", f"must be one of {', '.join(self.selectors)}, got {shorten(arch)}")
+            if arch is None or (isinstance(arch, str) and get_arch(arch).name in self.selectors):
+                return None
+        return f"must be one of {', '.join(self.selectors)}, got {shorten(arch)}"
+
+    def also_wrong(self, body: object) -> list[tuple[str, str]]:
+        """(field, message) of a body's values that the request model does not judge."""
+        message = self.refusal(body.get("arch")) if isinstance(body, dict) else None
+        return [("arch", message)] if message else []
+
+    def question(self, request: LaunchRequest) -> tuple[Selector, spec.Shape]:
+        """Who answers, and the shape; a 422 that names every field at fault."""
+        found = self.also_wrong({"arch": request.arch})
+        try:
+            shape = request.shape()
+        except InvalidShapeError as error:
+            field, _, message = str(error).partition(" ")
+            raise FieldProblem([*found, (field, message)]) from error
+        selector = self.selector(request.arch)
+        if fields := _unserved(shape, selector.arch):
+            raise FieldProblem(fields)
+        return selector, shape
 
     def model_id(self) -> str:
         """The model of the default GPU, for answers that concern no GPU in particular."""
@@ -191,7 +223,7 @@ def create_app(*, home: str | os.PathLike[str] | None = None, arch_names: Iterab
         responses={status: {"model": Problem, "description": text} for status, text in ERRORS.items()},
     )
     app.state.service = service
-    add_problems(app, lambda: {MODEL_HEADER: service.model_id()})
+    add_problems(app, lambda: {MODEL_HEADER: service.model_id()}, service.also_wrong)
     _add_routes(app, service)
     return app
 
@@ -200,27 +232,27 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/select", summary="The config to launch", response_model=SelectAnswer)
     async def select(request: LaunchRequest) -> Response:
         """One decision: config, predicted time, margin to the runner-up, source, regime and reason."""
-        selector, shape = service.selector(request.arch), request.shape()
+        selector, shape = service.question(request)
         decision = selector.select(shape)
         content = {**_question(selector, shape), **decision.to_dict()}
         return JSONResponse(content, headers=_model(decision.model_id))
 
     @app.post("/v1/rank", summary="Every candidate, best first", response_model=RankAnswer)
-    async def rank(request: LaunchRequest) -> Response:
-        """All configs on offer with their times: the chosen one, then the others from the fastest to the slowest."""
-        selector, shape = service.selector(request.arch), request.shape()
+    async def rank(request: RankRequest) -> Response:
+        """Configs on offer with their times: the chosen one, then the others from the fastest to the slowest."""
+        selector, shape = service.question(request)
         model_id, ranked = None, None
         while ranked is None or selector.model_id != model_id:  # once more where a new model came in between
             model_id = selector.model_id
-            ranked = selector.rank(shape)
+            ranked = selector.rank(shape)[: request.limit]
         content = {**_question(selector, shape), "ranked": [one.to_dict() for one in ranked], "model_id": model_id}
         return JSONResponse(content, headers=_model(model_id))
 
     @app.post("/v1/explain", summary="Why this config and no other", response_model=ExplainAnswer)
     async def explain(request: LaunchRequest) -> Response:
         """The decision, each rejected candidate with its reason, and the nearest measured shapes."""
-        selector = service.selector(request.arch)
-        explained = selector.explain(request.shape())
+        selector, shape = service.question(request)
+        explained = selector.explain(shape)
         content = {"op": selector.op, **explained.to_dict()}
         return JSONResponse(content, headers=_model(explained.decision.model_id))
 
@@ -257,6 +289,44 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         return JSONResponse(content, headers=_model(service.model_id()))
 
 
+# Fields that a kernel may refuse though the op allows them: what every kernel takes, and what the op allows.
+_REFUSABLE: dict[str, tuple[object, tuple[object, ...]]] = {
+    "cache_layout": ("flat", ("flat", "preshuffled")),
+    "block_kv": (64, spec.BLOCK_KVS),
+    "heads": (32, spec.HEADS),
+}
+
+
+def _unserved(shape: spec.Shape, arch: Arch) -> list[tuple[str, str]]:
+    """(field, message) for each field that keeps the kernels of a GPU from serving a shape; none where one serves it.
+
+    Raises InvalidConfigError where no value of these fields would do.
+    """
+
+    def served(base: spec.Shape, **changes: Any) -> bool:
+        try:
+            spec.default_config(dataclasses.replace(base, **changes), arch)
+        except InvalidConfigError:
+            return False
+        return True
+
+    if served(shape):
+        return []
+    base = dataclasses.replace(shape, **{field: usual for field, (usual, _) in _REFUSABLE.items()})  # type: ignore[arg-type]
+    at_fault = [field for field in _REFUSABLE if not served(base, **{field: getattr(shape, field)})]
+    if not at_fault:  # each would do alone
+        base = shape
+        at_fault = [field for field, (usual, _) in _REFUSABLE.items() if served(shape, **{field: usual})]
+    found = []
+    for field in at_fault:
+        if allowed := [value for value in _REFUSABLE[field][1] if served(base, **{field: value})]:
+            values = ", ".join(map(repr, allowed))
+            found.append((field, f"must be one of {values} on {arch.name}, got {getattr(shape, field)!r}"))
+    if not found:
+        spec.default_config(shape, arch)  # raises, with the reason of each kernel
+    return found
+
+
 def _question(selector: Selector, shape: spec.Shape) -> dict[str, Any]:
     return {"op": selector.op, "arch": selector.arch.name, "shape": shape.to_dict()}
 
@@ -279,14 +349,20 @@ def serve(
     workers: int = 1,
     home: str | os.PathLike[str] | None = None,
     log_level: str = "info",
+    fd: int | None = None,
 ) -> None:
-    """Run the service until it is stopped. `arch_names` empty is every known GPU."""
+    """Run the service until it is stopped. `arch_names` empty is every known GPU; `fd` is an open socket to serve on.
+
+    Raises OSError where the address or the socket cannot be listened on.
+    """
     import uvicorn
     from uvicorn.supervisors import Multiprocess
 
     names = [get_arch(name).name for name in arch_names]  # a wrong one is refused here, not in each worker
     os.environ[SETTINGS] = json.dumps({"home": None if home is None else os.fspath(home), "arch_names": names})
-    if not _is_loopback(host):
+    listeners = listen(host, port) if fd is None else [adopt(fd)]
+    host, port = host if fd is None else listeners[0].getsockname()[0], listeners[0].getsockname()[1]
+    if not is_loopback(host):
         _log.warning("%s is no loopback address: whoever reaches it may ask, there is no authentication", host)
     config = uvicorn.Config(
         "tilewise.server:app_from_environment",
@@ -298,26 +374,17 @@ def serve(
         server_header=False,
         timeout_graceful_shutdown=10,
     )
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    logging.getLogger("uvicorn.error").info("Serving on http://%s (Press CTRL+C to quit)", address)
     server = uvicorn.Server(config)
     if workers == 1:
         config.load_app()
-        server.run()
+        server.run(sockets=listeners)
         if not server.started:
             sys.exit(1)
         return
-    # What uvicorn.run does for several workers, but for one line: asyncio turns Nagle's algorithm off only for sockets
-    # that it opens itself, and with it on, every answer waits 40 ms for the client's acknowledgement.
-    listener = config.bind_socket()
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     wanted = inspect.signature(Multiprocess).parameters  # older versions of uvicorn are given the target
-    Multiprocess(config, sockets=[listener], **({"target": server.run} if "target" in wanted else {})).run()
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    Multiprocess(config, sockets=listeners, **({"target": server.run} if "target" in wanted else {})).run()
 
 
 def main() -> None:

@@ -21,6 +21,7 @@ from tilewise.errors import InvalidShapeError, TilewiseError
 from tilewise.kernels.paged_mqa_logits.spec import SHAPE_FIELDS
 
 MAX_BODY_BYTES = 1 << 16
+MAX_NAMED = 16  # fields at fault that a problem's text names; a body may hold thousands
 PROBLEM = "application/problem+json"
 # Documented for every route.
 ERRORS = {
@@ -51,15 +52,20 @@ class Problem(BaseModel):
 
 
 class FieldProblem(Exception):
-    """A 422 about one field that the request model cannot judge."""
+    """A 422 about fields that the request model cannot judge, each with a message."""
 
-    def __init__(self, field: str, message: str) -> None:
-        super().__init__(message)
-        self.field = field
+    def __init__(self, errors: list[tuple[str, str]]) -> None:
+        super().__init__("; ".join(f"{field}: {message}" for field, message in errors))
+        self.errors = errors
 
 
-def add_problems(app: FastAPI, common: Headers) -> None:
-    """Make every error that the app answers with a problem; `common` gives the headers that all answers have."""
+def add_problems(
+    app: FastAPI, common: Headers, also_wrong: Callable[[object], list[tuple[str, str]]] = lambda body: []
+) -> None:
+    """Make every error that the app answers with a problem; `common` gives the headers that all answers have.
+
+    `also_wrong` adds, to what the request model finds in a body, the fields at fault that it cannot judge.
+    """
     app.add_middleware(LimitBody, common=common)
     app.router.route_class = StrictRoute
     plain = app.openapi
@@ -86,11 +92,13 @@ def add_problems(app: FastAPI, common: Headers) -> None:
         if any(isinstance(e.get("input"), bytes) for e in error.errors()):  # a body that FastAPI did not take for JSON
             return problem(415, "Content-Type must be application/json")
         found = [_field_error(e) for e in error.errors()]
-        return problem(422, f"{found[0][0]}: {found[0][1]}", found)
+        named = [field for field, _ in found]
+        found += [one for one in also_wrong(error.body) if one[0] not in named]
+        return problem(422, "; ".join(f"{field}: {message}" for field, message in found[:MAX_NAMED]), found)
 
     @app.exception_handler(FieldProblem)
     async def invalid_field(request: Request, error: FieldProblem) -> Response:
-        return problem(422, f"{error.field}: {error}", [(error.field, str(error))])
+        return problem(422, str(error), error.errors)
 
     @app.exception_handler(TilewiseError)
     async def refused(request: Request, error: TilewiseError) -> Response:

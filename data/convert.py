@@ -46,6 +46,8 @@ def read_rows(path: Path) -> Iterator[Item]:
     start = head.removeprefix(b"\xef\xbb\xbf").lstrip()
     if not start:
         raise InvalidProfileError(f"{path} is empty")
+    if start.startswith(b"["):
+        raise InvalidProfileError(f"{path} must be JSON lines, one object a line, got a JSON array")
     if b"\0" in head:
         raise InvalidProfileError(f"{path} must be Parquet, JSON lines or CSV, got binary data of another kind")
     return _json_lines(path) if start.startswith(b"{") else _csv(path)
@@ -57,7 +59,7 @@ def require_pyarrow() -> tuple[Any, Any]:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise UnsupportedError("profiles need pyarrow: pip install 'tilewise[train]'") from error
+        raise UnsupportedError("profiles need pyarrow: pip install -e '.[train]'") from error
     return pyarrow, pyarrow.parquet
 
 

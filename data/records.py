@@ -6,6 +6,8 @@ good row is; import, training and the collector call it. No torch, no triton, no
 
 from __future__ import annotations
 
+import datetime
+import functools
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -13,12 +15,30 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilewise.errors import InvalidConfigError, InvalidShapeError
-from tilewise.kernels.arch import ARCHS
-from tilewise.kernels.paged_mqa_logits.spec import CONFIG_FIELDS, SHAPE_FIELDS, Config, Shape
+from tilewise.kernels.arch import ARCHS, Arch, match_arch
+from tilewise.kernels.paged_mqa_logits.spec import (
+    CONFIG_FIELDS,
+    SHAPE_FIELDS,
+    SPACES,
+    Config,
+    Shape,
+    floor_us,
+    flops,
+    is_valid,
+)
 from tilewise.kernels.registry import OPS
 
 SCHEMA_VERSION = 1
 MAX_TEXT = 1 << 16  # characters of a string value
+
+# What a believable time is. The least ratio of time to floor among the shipped rows is 1.12; the floor of another card
+# rests on published rates, and a mean context is rounded down, so that a row may lie a little below it.
+LEAST_OF_FLOOR = 0.8
+LEAST_US = 0.5  # no launch of a GPU takes less
+MOST_US = 60e6
+MAX_ERROR = 1e-2  # the worst of the shipped rows is 1.1e-3; one wrong page or token gives 0.1 and more
+# A clock that is behind the day of this rule is wrong, and decides nothing.
+_RULE_DAY = datetime.datetime(2026, 11, 30, tzinfo=datetime.timezone.utc)
 
 # What became of a launch, in the words of Kernel Tuner's T4 format. Only "correct" rows carry a latency.
 STATUSES = ("correct", "compile", "runtime", "correctness", "constraints", "timeout")
@@ -48,10 +68,10 @@ _SHAPE_DOC = {
 COLUMNS: tuple[Column, ...] = (
     Column("schema_version", int, f"version of this table: {SCHEMA_VERSION}"),
     Column("op", str, "name of the op, paged_mqa_logits"),
-    Column("arch", str, "GPU product, a key of ARCHS or <isa>-<n>cu"),
+    Column("arch", str, f"GPU product: {', '.join(ARCHS)}, or <isa>-<n>cu for another GPU with n compute units"),
     *(Column(name, str if name == "cache_layout" else int, _SHAPE_DOC[name]) for name in SHAPE_FIELDS),
     Column("contexts", str, "how the contexts of the batch were drawn: uniform, or the name of a ragged distribution"),
-    Column("logits_width", int, "columns of the output, max_model_len"),
+    Column("logits_width", int, "columns of the output, max_model_len: at least max_context_len"),
     *(Column(name, type(getattr(Config(), name)), f"field {name} of the config that ran") for name in CONFIG_FIELDS),
     Column("status", str, f"one of {', '.join(STATUSES)}"),
     Column("reason", str, "why there is no time, empty where there is", nullable=True),
@@ -105,23 +125,76 @@ def check_row(row: Mapping[str, Any]) -> str | None:
         return f"schema_version must be {SCHEMA_VERSION}, got {row['schema_version']}"
     if row["op"] not in OPS:
         return f"op must be one of {', '.join(OPS)}, got {row['op']!r}"
-    if not _ARCH_NAME.fullmatch(row["arch"]):
-        return f"arch must be lower case letters, digits, '-' and '_', got {row['arch']!r}"
-    known = ARCHS.get(row["arch"])
-    if known is not None and row["compute_units"] != known.compute_units:  # a part of such a card is another arch
-        return f"compute_units must be {known.compute_units} on {known.name}, got {row['compute_units']}"
     if row["status"] not in STATUSES:
         return f"status must be one of {', '.join(STATUSES)}, got {row['status']!r}"
+    arch = _arch_named(row["arch"])
+    if arch is None:
+        return (
+            f"arch must be one of {', '.join(ARCHS)}, or for another GPU its ISA and compute units, such as "
+            f"sm90-78cu, got {shorten(row['arch'])}"
+        )
+    if row["compute_units"] != arch.compute_units:  # a part of such a card is another arch
+        return f"compute_units must be {arch.compute_units} on {arch.name}, got {row['compute_units']}"
     try:
-        shape_of(row)
-        config_of(row)
+        # By now every value has its column's type, so that equal tuples are equal shapes and configs.
+        shape = _shape(tuple(row[name] for name in SHAPE_FIELDS))
+        config = _config(tuple(row[name] for name in CONFIG_FIELDS))
     except (InvalidShapeError, InvalidConfigError) as error:
         return str(error)
-    return _check_measurement(row)
+    if not _WORD.fullmatch(row["contexts"]):
+        return f"contexts must be a word of small letters, digits and '_', got {shorten(row['contexts'])}"
+    if row["logits_width"] < shape.max_context_len:
+        return f"logits_width must be at least max_context_len ({shape.max_context_len}), got {row['logits_width']}"
+    if row["pass_index"] not in (0, 1, 2):
+        return f"pass_index must be 0, 1 or 2, got {row['pass_index']}"
+    if reason := _check_moment(row["measured_at"]):
+        return reason
+    return _check_measurement(row) or (_check_result(row, shape, config, arch) if row["status"] == "correct" else None)
 
 
-# Names a folder, so it can hold no path.
-_ARCH_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
+_WORD = re.compile(r"[a-z][a-z0-9_]{0,63}")
+_DERIVED_ARCH = re.compile(r"(sm[0-9]{2,3}|gfx[0-9a-f]{3,4})-([0-9]{1,4})cu")
+_MOMENT = re.compile(r"([0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2})(\.[0-9]{1,9})?(Z|\+00:00)")
+
+
+@functools.lru_cache(maxsize=1024)
+def _arch_named(name: str) -> Arch | None:
+    """The arch whose timings are filed under this name, or None where no device would ever look there."""
+    if name in ARCHS:
+        return ARCHS[name]
+    if (found := _DERIVED_ARCH.fullmatch(name)) is None:
+        return None
+    arch = match_arch(found[1], int(found[2]), "another")
+    return arch if arch.name == name and arch.compute_units else None
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _shape(values: tuple[Any, ...]) -> Shape:
+    return Shape(*values)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _config(values: tuple[Any, ...]) -> Config:
+    return Config.from_dict(dict(zip(CONFIG_FIELDS, values, strict=True)))
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _moment(text: str) -> datetime.datetime | None:
+    found = _MOMENT.fullmatch(text)
+    try:
+        return None if found is None else datetime.datetime.fromisoformat(f"{found[1]}+00:00")
+    except ValueError:  # the 31st of February
+        return None
+
+
+def _check_moment(text: str) -> str | None:
+    moment = _moment(text)
+    if moment is None:
+        return f"measured_at must be a time in UTC such as 2026-01-31T12:00:00Z, got {shorten(text)}"
+    now = max(datetime.datetime.now(datetime.timezone.utc), _RULE_DAY)
+    if moment > now + datetime.timedelta(days=1):
+        return f"measured_at must not lie in the future, got {text}"
+    return None
 
 
 def _check_value(column: Column, value: object) -> str | None:
@@ -162,6 +235,8 @@ def _check_measurement(row: Mapping[str, Any]) -> str | None:
             return f"{name} must be a positive number of microseconds, got {time!r}"
     if not times[0] <= times[1] <= times[2]:
         return f"latency percentiles must rise, got {times[0]}, {times[1]}, {times[2]}"
+    if times[2] > MOST_US:
+        return f"latency_us and its percentiles must be at most {MOST_US:.0f}, a minute, got {times[1]} and {times[2]}"
     if row["rounds"] < 1 or row["launches_per_replay"] < 1:
         return f"rounds and launches_per_replay must be at least 1, got {row['rounds']}, {row['launches_per_replay']}"
     if row["timing_method"] not in ("graph", "eager"):
@@ -171,6 +246,36 @@ def _check_measurement(row: Mapping[str, Any]) -> str | None:
     if row["footprint_bytes"] < 0:
         return f"footprint_bytes must not be negative, got {row['footprint_bytes']}"
     return None
+
+
+def _check_result(row: Mapping[str, Any], shape: Shape, config: Config, arch: Arch) -> str | None:
+    """Why a row cannot be the outcome of a launch that worked: its config, its time or its error is impossible."""
+    reason, cold_us, warm_us = _limits(shape, config, arch)
+    if reason is not None:
+        return f"config cannot launch this shape on {arch.name}: {reason}"
+    floor = cold_us if row["cache_state"] == "cold" else warm_us
+    if row["latency_us"] < max(LEAST_US, LEAST_OF_FLOOR * floor):
+        return (
+            f"latency_us must be at least {LEAST_US} and {LEAST_OF_FLOOR} of the floor of this shape on {arch.name} "
+            f"({floor:.3f} us), got {row['latency_us']!r}"
+        )
+    error = row.get("max_error")
+    if error is not None and not 0 <= error <= MAX_ERROR:
+        return f"max_error must be 0 to {MAX_ERROR} where status is 'correct', got {error!r}"
+    return None
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _limits(shape: Shape, config: Config, arch: Arch) -> tuple[str | None, float, float]:
+    """(why the config cannot launch, least microseconds with a cold cache, and with a warm one).
+
+    A kernel that is not registered is nobody's to judge; training drops it. Floors are of the GPUs whose rates are
+    known: those of a derived arch, and of the interpreter, are guesses.
+    """
+    reason = is_valid(shape, config, arch) if config.kernel in SPACES else None
+    if arch.name not in ARCHS or arch.vendor == "cpu":
+        return reason, 0.0, 0.0
+    return reason, floor_us(shape, arch), flops(shape) / (arch.fp8_tflops * 1e6)
 
 
 def shape_of(row: Mapping[str, Any]) -> Shape:

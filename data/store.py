@@ -21,7 +21,7 @@ import numpy.typing as npt
 from tilewise.data.convert import read_rows, require_pyarrow
 from tilewise.data.home import home_dir
 from tilewise.data.records import COLUMN_NAMES, check_row, shorten
-from tilewise.data.table import IncomingFile, digest_of, read_table, row_hashes, schema, to_numpy
+from tilewise.data.table import IncomingFile, clear_left, digest_of, read_table, row_hashes, schema, to_numpy
 from tilewise.errors import InvalidProfileError
 
 MAX_REASONS = 1000  # reasons that an ImportReport holds; on_reject sees them all
@@ -43,7 +43,7 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """One file of imported rows."""
+    """One file of imported rows, or the shipped one that has all of them already."""
 
     op: str
     arch: str
@@ -60,6 +60,7 @@ class ImportReport:
     accepted: int = 0  # good rows, each counted once
     duplicates: int = 0  # good rows that the file holds again
     rejected: int = 0
+    shipped: int = 0  # good rows that tilewise comes with; a file of these alone is not stored again
     reasons: list[tuple[int, str]] = field(default_factory=list)  # (row number, why), at most MAX_REASONS of them
     files: list[StoredFile] = field(default_factory=list)
 
@@ -97,7 +98,7 @@ def load_profile(op: str, arch: str, *, home: str | os.PathLike[str] | None = No
 
 def profile_files(op: str, arch: str, *, home: str | os.PathLike[str] | None = None) -> list[Path]:
     """The files that hold the rows of `op` on `arch`: the shipped one first, where there is one."""
-    shipped = Path(str(resources.files("tilewise"))) / "data" / "profiles" / op / f"{arch}.parquet"
+    shipped = _shipped(op, arch)
     folder = _folder(op, arch, home)
     imported = sorted(p for p in folder.iterdir() if _STORED.fullmatch(p.name)) if folder.is_dir() else []
     return [shipped, *imported] if shipped.is_file() else imported
@@ -127,10 +128,13 @@ def import_file(
     """Check every row of a Parquet, JSON lines or CSV file and add the good ones to the imported profiles.
 
     `on_reject` is called with the number and the reason of each bad row as it is met. Importing the same rows again
-    changes nothing. Raises InvalidProfileError, and adds nothing, where the file as a whole cannot be read.
+    changes nothing. Raises InvalidProfileError, and adds nothing, where the file as a whole cannot be read or has no
+    rows, UnsupportedError without pyarrow.
     """
+    require_pyarrow()
     path = Path(path)
-    accepted = duplicates = rejected = 0
+    clear_left(home_dir(home) / "profiles")
+    accepted = duplicates = rejected = shipped = 0
     reasons: list[tuple[int, str]] = []
     with contextlib.ExitStack() as stack:
         incoming: dict[tuple[str, str], IncomingFile] = {}
@@ -150,19 +154,34 @@ def import_file(
                     reasons.append((number, reason))
                 if on_reject is not None:
                     on_reject(number, reason)
+        if not incoming and not rejected:
+            raise InvalidProfileError(f"{path} has no rows")
         files = []
         for (op, arch), batch in incoming.items():
-            folder = _folder(op, arch, home)
             batch.flush()
             digest = digest_of(batch.hashes)
-            final = folder / f"{digest}.parquet"
-            new = not _holds(final, digest)
+            known = _shipped_among(batch.hashes, op, arch)
+            whole = known == len(batch.hashes)
+            final = _shipped(op, arch) if whole else _folder(op, arch, home) / f"{digest}.parquet"
+            new = not whole and not _holds(final, digest)
             if new:
                 batch.publish(final, mode=0o444)
             accepted += len(batch.hashes)
             duplicates += batch.duplicates
+            shipped += known
             files.append(StoredFile(op, arch, str(final), digest, len(batch.hashes), new))
-    return ImportReport(accepted, duplicates, rejected, reasons, files)
+    return ImportReport(accepted, duplicates, rejected, shipped, reasons, files)
+
+
+def _shipped(op: str, arch: str) -> Path:
+    """Where the rows of `op` on `arch` are that come with tilewise, whether or not there are any."""
+    return Path(str(resources.files("tilewise"))) / "data" / "profiles" / op / f"{arch}.parquet"
+
+
+def _shipped_among(hashes: Iterable[bytes], op: str, arch: str) -> int:
+    """How many of these rows tilewise comes with."""
+    path = _shipped(op, arch)
+    return len(set(row_hashes(read_table(path))).intersection(hashes)) if path.is_file() else 0
 
 
 def _folder(op: str, arch: str, home: str | os.PathLike[str] | None) -> Path:

@@ -21,7 +21,7 @@ from tilewise.errors import InvalidProfileError
 ROW_GROUP_ROWS = 1 << 16
 CHUNK_ROWS = 1 << 12  # rows held as Python objects, which are large, before they become Arrow's
 _INCOMING = ".incoming-"
-_DAY_S = 86400
+_HOUR_S = 3600  # a living import writes far more often
 
 
 def schema() -> Any:
@@ -81,6 +81,14 @@ def digest_of(hashes: Iterable[bytes]) -> str:
     return hashlib.sha256(b"tilewise rows 1\n" + b"".join(sorted(set(hashes)))).hexdigest()
 
 
+def clear_left(folder: Path) -> None:
+    """Remove what killed processes left under this folder: unfinished files that nobody has written to for an hour."""
+    for left in folder.rglob(f"{_INCOMING}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > _HOUR_S:
+                left.unlink()
+
+
 class IncomingFile:
     """A Parquet file under way: rows go in, and it appears under its name when it is complete, or not at all."""
 
@@ -94,10 +102,7 @@ class IncomingFile:
     def __enter__(self) -> IncomingFile:
         _, pq = require_pyarrow()
         self._folder.mkdir(parents=True, exist_ok=True)
-        for left in self._folder.glob(f"{_INCOMING}*"):  # by a process that was killed
-            with contextlib.suppress(OSError):
-                if time.time() - left.stat().st_mtime > _DAY_S:
-                    left.unlink()
+        clear_left(self._folder)
         handle, name = tempfile.mkstemp(prefix=_INCOMING, dir=self._folder)
         self._temporary = Path(name)
         self._file = os.fdopen(handle, "wb")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import hashlib
+import importlib.util
 import json
 import os
 import random
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -57,18 +58,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run-dir", type=Path, required=True, help="folder of this run; the same folder resumes it")
     parser.add_argument("--out", type=Path, help="the Parquet file to write (default: profile.parquet in the run dir)")
     parser.add_argument("--arch", help="refuse to run unless this machine's GPU is this one")
-    parser.add_argument("--budget", type=int, help="at most this many candidates per shape, drawn at random")
-    parser.add_argument("--rounds", type=int, default=7, help="timed replays per candidate (default 7)")
-    parser.add_argument("--duel-rounds", type=int, default=11, help="more replays for the best ones (default 11)")
-    parser.add_argument("--time-limit", type=float, help="stop after this many seconds, between two shapes")
+    parser.add_argument("--budget", type=_least(1), help="at most this many candidates per shape, drawn at random")
+    parser.add_argument("--rounds", type=_least(1), default=7, help="timed replays per candidate (default 7)")
+    parser.add_argument("--duel-rounds", type=_least(1), default=11, help="more replays for the best ones (default 11)")
+    parser.add_argument("--time-limit", type=_least(0, float), help="stop after this many seconds, between two shapes")
     parser.add_argument("--done", type=Path, action="append", default=[], help="earlier profile: skip what it has")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes that compile ahead")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=_least(1), default=os.cpu_count() or 1, help="processes that compile ahead")
+    parser.add_argument("--seed", type=_least(0), default=0, help="seed of all that is drawn (default 0)")
     parser.add_argument("--commit", default=None, help="commit to record, where the source tree has no git")
+
+
+def _least(low: int, kind: type[int] | type[float] = int) -> Callable[[str], float]:
+    """An argparse type: a number of at least `low`."""
+
+    def number(text: str) -> float:
+        value = kind(text)
+        if not low <= value < 1 << 31:  # nor nan
+            raise argparse.ArgumentTypeError(f"must be {low} to {(1 << 31) - 1}, got {text!r}")
+        return value
+
+    return number
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, and write the profile. Returns 0 when every step is done, 3 when the time limit came first."""
+    for package in ("torch", "triton", "tqdm", "pyarrow"):
+        if importlib.util.find_spec(package) is None:
+            raise UnsupportedError(f"collect needs a GPU and {package}: pip install -e '.[gpu,collect]'")
     deadline = float(os.environ.get("TILEWISE_COLLECT_DEADLINE", 0)) or time.time() + (args.time_limit or 1e9)
     os.environ["TILEWISE_COLLECT_DEADLINE"] = str(deadline)  # a restart keeps it
     arch = current_arch()

@@ -91,7 +91,7 @@ def fit_regressors(data: Examples, rows: Any, shapes: Any, seed: int) -> tuple[A
         from sklearn.preprocessing import StandardScaler
         from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
     except ImportError as error:
-        raise UnsupportedError("training needs scikit-learn: pip install 'tilewise[train]'") from error
+        raise UnsupportedError("training needs scikit-learn: pip install -e '.[train]'") from error
     rank = HistGradientBoostingRegressor(random_state=seed, **RANK_PARAMETERS)
     known = np.asarray(shapes)[~np.isnan(data.level_target[shapes])]
     scaler = StandardScaler().fit(data.shape_rows[known])

@@ -54,7 +54,7 @@ class ServiceProcess:
             try:
                 self.get("/readyz")
                 return
-            except (urllib.error.URLError, ConnectionError):
+            except (urllib.error.URLError, ConnectionError, TimeoutError):
                 if self.process.poll() is not None or time.monotonic() > deadline:
                     raise
                 time.sleep(0.05)

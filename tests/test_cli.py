@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ from tilewise.dispatch.selector import Selector
 from tilewise.kernels.paged_mqa_logits.spec import SHAPE_FIELDS, Shape
 from tilewise.models.bundle import Bundle
 
+BAD_SEEDS = ("-1", str(1 << 32), "1.5", "x", "")
 DOCS = Path(__file__).parent.parent / "docs"
 ARCH = "h100"  # nothing is shipped for it
 SHAPE = Shape(16, 6, 32, 128, 64, 32768)
@@ -203,7 +205,7 @@ def test_import_says_what_became_of_each_row(tilewise: Any, tmp_path: Path) -> N
 
 
 def test_version(tilewise: Any) -> None:
-    assert tilewise("version") == (0, f"{__version__}\n", "")
+    assert tilewise("version") == tilewise("--version") == (0, f"{__version__}\n", "")
     assert json.loads(tilewise("version", "--json")[1]) == {"version": __version__}
 
 
@@ -221,7 +223,8 @@ def test_version(tilewise: Any) -> None:
         (["train", "--arch", "mi350x"], "no timings"),
         (["evaluate", "--arch", "mi350x"], "no timings"),
         (["models", "--arch", "mi350x"], "no model"),
-        (["models", "--arch", ARCH, "--promote", "123"], "version must name one of"),
+        (["models", "--arch", ARCH, "--promote", "123456"], "version must name one of"),
+        (["train", "--arch", ARCH, "--home", "/proc/none", "--out", "/proc/none/bundle"], "no timings"),
         (["import", "/nowhere/rows.parquet"], "cannot be read"),
     ],
 )
@@ -250,17 +253,60 @@ def test_a_home_that_cannot_be_written_is_one_plain_line(tilewise: Any, home: Pa
         ["select"],
         ["select", *FLAGS, "--heads", "x"],
         ["select", "--nope"],
-        ["rank", *FLAGS, "--top", "0"],
-        ["train", "--folds", "1"],
-        ["serve", "--port", "65536"],
-        ["serve", "--workers", "0"],
+        *(["rank", *FLAGS, "--top", text] for text in ("0", "-1", "x", "")),
+        *(["train", "--arch", ARCH, "--folds", text] for text in ("1", "-1", "1001", "x", "", "9" * 5000)),
+        *([command, "--arch", ARCH, "--seed", text] for command in ("train", "evaluate") for text in BAD_SEEDS),
+        ["train", "--arch", ARCH, "--out", ""],
+        ["train", "--arch", ARCH, "--home", ""],
+        *(["evaluate", "--arch", ARCH, "--leave-out", text] for text in ("nope", "", "mean_context", "config")),
+        *(["models", "--arch", ARCH, "--promote", text] for text in ("", "123", "../../x", "*", "ABCDEF")),
+        ["models", "--promote", "123456", "--rollback"],
+        *(["serve", "--port", text] for text in ("65536", "-1", "x", "")),
+        *(["serve", "--workers", text] for text in ("0", "-1", "x")),
+        *(["serve", "--fd", text] for text in ("-1", "x")),
+        ["serve", "--log-level", "loud"],
+        ["import"],
+        *(
+            ["collect", "--run-dir", "/nowhere", flag, text]
+            for flag in ("--budget", "--rounds", "--duel-rounds", "--jobs")
+            for text in ("0", "-1", "x")
+        ),
+        *(["collect", "--run-dir", "/nowhere", flag, "-1"] for flag in ("--seed", "--time-limit")),
+        ["collect", "--run-dir", "/nowhere", "--time-limit", "nan"],
     ],
+    ids=lambda words: " ".join(words)[:60] or "nothing",
 )
 def test_wrong_usage_is_exit_code_2_without_a_traceback(tilewise: Any, words: list[str]) -> None:
     code, out, err = tilewise(*words)
     assert code == 2
     assert out == ""
     assert "Traceback" not in err
+    assert "error: " in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("place", ["under a file", "a file", "a folder of something else", "/proc"])
+def test_a_place_that_takes_no_bundle_is_refused_before_the_fit(tilewise: Any, place: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("kept")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "kept").touch()
+    out = {"under a file": "file/bundle", "a file": "file", "a folder of something else": "folder"}.get(
+        place, "/proc/x/y"
+    )
+    code, printed, err = tilewise("train", "--arch", ARCH, "--out", tmp_path / out)
+    assert (code, printed) == (2, "")
+    assert err.count("\n") == 1
+    assert "training on" not in err
+    assert (tmp_path / "file").read_text() == "kept"
+    assert (tmp_path / "folder" / "kept").exists()
+
+
+def test_a_home_that_takes_no_model_is_refused_before_the_fit(tilewise: Any, home: Path, tmp_path: Path) -> None:
+    shutil.copytree(home / "profiles", tmp_path / "profiles")
+    (tmp_path / "models").touch()
+    code, _, err = tilewise("train", "--arch", ARCH, "--home", tmp_path)
+    assert code == 2
+    assert err.startswith(f"tilewise: {tmp_path}/models/{synthetic.OP}/{ARCH} must be a folder that can be written")
+    assert err.count("\n") == 1
 
 
 HIDING = """
@@ -280,7 +326,9 @@ sys.exit(main(sys.argv[2:]))
         ("sklearn", ["train", "--arch", ARCH], "train"),
         ("fastapi", ["serve"], "server"),
         ("uvicorn", ["serve"], "server"),
-        ("torch,triton", ["collect", "--run-dir", "/nowhere"], "gpu"),
+        ("torch,triton", ["collect", "--run-dir", "/nowhere"], "gpu,collect"),
+        ("torch", ["collect", "--run-dir", "/nowhere", "--arch", "h200"], "gpu,collect"),
+        ("tqdm", ["collect", "--run-dir", "/nowhere"], "gpu,collect"),
     ],
 )
 def test_a_missing_package_is_named_with_the_extra_that_brings_it(
@@ -299,7 +347,7 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(
     last = run.stderr.splitlines()[-1]
     assert last.startswith("tilewise: ")
     assert hidden.partition(",")[0].replace("sklearn", "scikit-learn") in last
-    assert f"tilewise[{extra}]" in last or extra == "gpu"
+    assert f"pip install -e '.[{extra}]'" in last
 
 
 def test_answers_need_numpy_alone(home: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import logging
 from pathlib import Path
@@ -259,7 +260,7 @@ def test_a_value_that_is_not_allowed_is_a_422_that_names_it(service: Service, ch
         check_problem(service.ask("POST", url, json={**SHAPE, **changes}), 422, field)
 
 
-@pytest.mark.parametrize("field", ["batch_size", "next_n", "heads", "max_context_len"])
+@pytest.mark.parametrize("field", ["batch_size", "next_n", "heads"])
 def test_a_missing_value_is_a_422_that_names_it(service: Service, field: str) -> None:
     body = {name: value for name, value in SHAPE.items() if name != field}
     check_problem(service.ask("POST", "/v1/select", json=body), 422, field)
@@ -287,9 +288,49 @@ def test_a_body_that_is_no_object_is_a_422(service: Service, body: bytes) -> Non
         check_problem(service.ask("POST", url, content=body, headers=JSON), 422, "body")
 
 
-def test_a_shape_that_no_kernel_serves_is_a_422_with_the_reason(service: Service) -> None:
-    problem = check_problem(service.ask("POST", "/v1/select", json={**SHAPE, "block_kv": 1}), 422)
-    assert "block_kv" in problem["detail"]
+@pytest.mark.parametrize(
+    ("changes", "fields"),
+    [
+        ({"block_kv": 1}, {"block_kv"}),
+        ({"cache_layout": "preshuffled"}, {"cache_layout"}),
+        ({"cache_layout": "preshuffled", "block_kv": 1}, {"cache_layout", "block_kv"}),
+        ({"arch": "mi355x", "cache_layout": "preshuffled", "block_kv": 1}, {"cache_layout", "block_kv"}),
+        ({"heads": 33, "next_n": 9, "arch": "h900"}, {"heads", "next_n", "arch"}),
+        ({"arch": "h900", "mean_context_len": 40000}, {"arch", "mean_context_len"}),
+        ({"batch_size": "x", "surprise": 1}, {"batch_size", "surprise"}),
+    ],
+)
+def test_every_field_at_fault_is_named_at_once(service: Service, changes: dict[str, Any], fields: set[str]) -> None:
+    """Also those that no kernel of the GPU serves, with what it does serve."""
+    for url in POSTS:
+        problem = check_problem(service.ask("POST", url, json={**SHAPE, **changes}), 422)
+        assert {error["field"] for error in problem["errors"]} == fields
+        assert all(f"{field}: " in problem["detail"] for field in fields)
+
+
+def test_what_no_kernel_serves_is_named_with_what_one_does(service: Service) -> None:
+    problem = check_problem(service.ask("POST", "/v1/select", json={**SHAPE, "cache_layout": "preshuffled"}), 422)
+    (error,) = problem["errors"]
+    assert error == {"field": "cache_layout", "message": "must be one of 'flat' on h200, got 'preshuffled'"}
+
+
+def test_the_context_has_the_default_of_a_shape(service: Service) -> None:
+    sizes = {name: value for name, value in SHAPE.items() if name != "max_context_len"}
+    answer = service.ask("POST", "/v1/select", json=sizes).json()
+    assert answer["shape"] == spec.Shape(**sizes).to_dict()
+    fields = service.ask("GET", "/openapi.json").json()["components"]["schemas"]["LaunchRequest"]["properties"]
+    for field in dataclasses.fields(spec.Shape):
+        if field.default is not dataclasses.MISSING:
+            assert fields[field.name].get("default") == field.default, field.name
+
+
+def test_a_rank_may_be_cut(service: Service) -> None:
+    whole = service.ask("POST", "/v1/rank", json=SHAPE).json()["ranked"]
+    for limit in (1, 3, len(whole), len(whole) + 1):
+        assert service.ask("POST", "/v1/rank", json={**SHAPE, "limit": limit}).json()["ranked"] == whole[:limit]
+    for bad in (0, -1, "3", 2.0, True):
+        check_problem(service.ask("POST", "/v1/rank", json={**SHAPE, "limit": bad}), 422, "limit")
+    check_problem(service.ask("POST", "/v1/select", json={**SHAPE, "limit": 1}), 422, "limit")
 
 
 def test_wrong_paths_methods_and_media_types_are_problems(service: Service) -> None:

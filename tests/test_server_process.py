@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import statistics
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -19,7 +21,7 @@ pytest.importorskip("sklearn")
 
 import httpx
 import synthetic
-from service_process import serving
+from service_process import TILEWISE, environment, serving, tilewise
 
 from tilewise.dispatch.selector import Selector
 from tilewise.kernels.paged_mqa_logits.spec import Shape
@@ -116,9 +118,35 @@ def test_a_service_that_was_killed_starts_again_with_its_model(tmp_path: Path) -
         assert service.get("/v1/select", QUESTION)["model_id"] == model
 
 
-def test_a_wrong_gpu_or_address_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    from service_process import tilewise
+def test_a_taken_port_or_a_bad_address_is_one_plain_line_and_exit_code_1(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for words in (["--port", port], ["--host", "192.0.2.1"], ["--host", "no.such.host.invalid"], ["--fd", "99"]):
+            for workers in ("1", "2"):
+                refused = tilewise("serve", "--workers", workers, *words, home=tmp_path)
+                assert refused.returncode == 1, refused.stderr
+                assert refused.stderr.startswith("tilewise: cannot serve on ")
+                assert refused.stderr.count("\n") == 1
 
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_service_takes_over_an_open_socket(workers: str, tmp_path: Path) -> None:
+    """What `make run` does, so that nobody can take its port in between."""
+    with socket.create_server(("127.0.0.1", 0)) as own:
+        command = [*TILEWISE, "serve", "--fd", str(own.fileno()), "--workers", workers]
+        process = subprocess.Popen(
+            command, env=environment(tmp_path), pass_fds=[own.fileno()], stderr=subprocess.PIPE, text=True
+        )
+        port = own.getsockname()[1]
+    try:
+        assert httpx.get(f"http://127.0.0.1:{port}/healthz", timeout=60).json() == {"status": "ok"}
+    finally:
+        process.terminate()
+        log = process.communicate(timeout=30)[1]
+    assert f"Serving on http://127.0.0.1:{port} " in log
+
+
+def test_a_wrong_gpu_is_refused_before_anything_starts(tmp_path: Path) -> None:
     refused = tilewise("serve", "--arch", "h900", home=tmp_path)
     assert refused.returncode == 2
     assert refused.stderr.startswith("tilewise: arch must be one of")

@@ -24,13 +24,15 @@ from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from tilewise.data import convert, records, store  # noqa: E402
+from tilewise.data.home import home_dir, require_writable  # noqa: E402
 from tilewise.errors import InvalidProfileError  # noqa: E402
 from tilewise.kernels.arch import ARCHS  # noqa: E402
+from tilewise.kernels.paged_mqa_logits.spec import Shape, default_config, floor_us, flops  # noqa: E402
 from tilewise.kernels.registry import OPS  # noqa: E402
 
 # An arch that no shipped profile describes, so that what is loaded is what the test imported.
 ARCH = "sm90-7cu"
-ROWS = [dict(row, arch=ARCH) for row in synthetic.synthetic_rows(synthetic.SHAPES[:3])]
+ROWS = [dict(row, arch=ARCH, compute_units=7) for row in synthetic.synthetic_rows(synthetic.SHAPES[:3])]
 GOOD = ROWS[0]
 
 
@@ -118,7 +120,7 @@ def test_duplicate_rows_in_a_file_count_once(tmp_path: Path) -> None:
 
 
 def test_rows_of_several_archs_are_filed_apart(tmp_path: Path) -> None:
-    rows = [GOOD, dict(GOOD, arch="sm90-8cu")]
+    rows = [GOOD, dict(GOOD, arch="sm90-8cu", compute_units=8)]
     report = store.import_file(write_json_lines(tmp_path / "a", rows), tmp_path)
     assert [file.arch for file in report.files] == [ARCH, "sm90-8cu"]
     assert len(store.load_profile(synthetic.OP, "sm90-8cu", home=tmp_path)) == 1
@@ -152,6 +154,31 @@ def test_a_time_that_is_no_time_is_refused_by_name(text: str, tmp_path: Path) ->
         ({"op": "paged"}, "op"),
         ({"arch": "../../h200"}, "arch"),
         ({"arch": ""}, "arch"),
+        # Names under which no device would look for its timings.
+        ({"arch": "sm90"}, "arch must be one of h200"),
+        ({"arch": "h2000"}, "arch must be one of h200"),
+        ({"arch": "sm90-007cu"}, "arch must be one of h200"),
+        ({"arch": "gfx950-256cu", "compute_units": 256}, "arch must be one of h200"),
+        ({"arch": "sm90-0cu", "compute_units": 0}, "arch must be one of h200"),
+        ({"arch": "sm90-8cu"}, "compute_units must be 8"),
+        ({"arch": "h100"}, "compute_units must be 132"),
+        ({"contexts": "Drawn by hand, see below"}, "contexts"),
+        ({"contexts": ""}, "contexts"),
+        ({"logits_width": GOOD["max_context_len"] - 1}, "logits_width"),
+        ({"pass_index": 3}, "pass_index"),
+        ({"measured_at": "yesterday"}, "measured_at"),
+        ({"measured_at": "2026-02-31T00:00:00Z"}, "measured_at"),
+        ({"measured_at": "2026-01-31T00:00:00+02:00"}, "measured_at"),
+        ({"measured_at": "9026-01-31T00:00:00Z"}, "measured_at must not lie in the future"),
+        ({"max_error": -1e-6}, "max_error"),
+        ({"max_error": 0.011}, "max_error"),
+        ({"latency_p20_us": 0.3, "latency_us": 0.4}, "latency_us must be at least 0.5"),
+        ({"latency_us": 61e6, "latency_p80_us": 61e6}, "at most 60000000"),
+        ({"latency_p80_us": 61e6}, "at most 60000000"),
+        ({"num_warps": 3}, "config cannot launch"),
+        ({"fuse_n": 2}, "config cannot launch"),
+        ({"epilogue": "max"}, "config cannot launch"),
+        ({"arch": "sm75-7cu"}, "config cannot launch"),
         ({"batch_size": -1}, "batch_size"),
         ({"batch_size": 2.0}, "batch_size"),
         ({"batch_size": True}, "batch_size"),
@@ -181,6 +208,44 @@ def test_a_bad_value_is_refused_by_name(changes: dict[str, Any], named: str, tmp
     assert seen[0][0] == 2
     assert named in seen[0][1]
     assert "\n" not in seen[0][1]
+
+
+LARGE = Shape(64, 6, 64, 128, 64, 32768)
+
+
+@pytest.mark.parametrize("arch", [name for name in ARCHS if name != "cpu"])
+@pytest.mark.parametrize("cache_state", ["cold", "warm"])
+def test_a_time_under_the_floor_is_refused_and_one_near_it_taken(arch: str, cache_state: str) -> None:
+    """What moves and multiplies this much takes this long; a warm cache saves the moving alone."""
+    facts = ARCHS[arch]
+    floor = floor_us(LARGE, facts) if cache_state == "cold" else flops(LARGE) / (facts.fp8_tflops * 1e6)
+    assert floor > records.LEAST_US
+    row = synthetic.synthetic_row(LARGE, default_config(LARGE, facts), arch=arch, cache_state=cache_state)
+    for factor, accepted in ((0.79, False), (0.81, True)):
+        time = factor * floor
+        reason = records.check_row({**row, "latency_us": time, "latency_p20_us": time, "latency_p80_us": time})
+        assert (reason is None) == accepted, reason
+        assert accepted or "latency_us must be at least" in str(reason)
+
+
+def test_what_cannot_be_judged_is_taken() -> None:
+    """A kernel that is not registered, rates of a GPU that nobody measured, and a launch that failed."""
+    assert records.check_row(dict(GOOD, kernel="other", num_warps=3)) is None
+    times = dict.fromkeys(("latency_us", "latency_p20_us", "latency_p80_us"), 0.6)
+    fast = synthetic.synthetic_row(LARGE, default_config(LARGE, ARCHS["h200"]), **times)
+    assert records.check_row(fast) is not None
+    assert records.check_row(dict(fast, arch=ARCH, compute_units=7)) is None
+    failed = dict(GOOD, status="constraints", reason="num_warps", num_warps=3, latency_us=None, max_error=9.0)
+    assert records.check_row(failed) is None
+    for text in ("2026-01-31T12:00:00Z", "2026-01-31T12:00:00.123456Z", "2026-11-29T19:16:28+00:00"):
+        assert records.check_row(dict(GOOD, measured_at=text)) is None
+
+
+def test_checking_a_row_stays_cheap() -> None:
+    start = time.perf_counter()
+    for _ in range(5):
+        assert all(records.check_row(row) is None for row in ROWS)
+    assert (time.perf_counter() - start) / (5 * len(ROWS)) < 1e-3  # measured: 3e-5 s
 
 
 @pytest.mark.parametrize(
@@ -252,6 +317,8 @@ BAD_FILES = {
     "blank": lambda path: path.write_bytes(b" \n\n"),
     "null": lambda path: path.write_bytes(b"null"),
     "list": lambda path: path.write_bytes(b"[]"),
+    "header alone": lambda path: write_csv(path, []),
+    "no rows": lambda path: pq.write_table(pa.Table.from_pylist(ROWS[:1]).slice(0, 0), path),
     "binary": lambda path: path.write_bytes(bytes(range(256))),
     "not UTF-8": lambda path: path.write_bytes(b"op,arch\n\xff\xfe,\n"),
     "prose": lambda path: path.write_text("Dear reader,\nthis is no profile.\n"),
@@ -356,16 +423,63 @@ def test_a_killed_import_leaves_all_rows_or_none(tmp_path: Path) -> None:
     assert len(store.load_profile(synthetic.OP, ARCH, home=home)) == len(ROWS)
 
 
-def test_what_a_killed_import_left_is_cleared_after_a_day(tmp_path: Path) -> None:
-    folder = tmp_path / "profiles" / synthetic.OP / ARCH
-    folder.mkdir(parents=True)
-    old, fresh = folder / ".incoming-old", folder / ".incoming-fresh"
-    old.touch()
-    fresh.touch()
-    os.utime(old, (0, 0))
+def test_what_killed_imports_left_is_cleared_after_an_hour(tmp_path: Path) -> None:
+    """By the next import, whatever arch it is of."""
+    now = time.time()
+    for arch in (ARCH, "sm90-8cu"):
+        folder = tmp_path / "profiles" / synthetic.OP / arch
+        folder.mkdir(parents=True)
+        for name, age_s in (("old", 3700), ("fresh", 3500)):
+            (folder / f".incoming-{name}").touch()
+            os.utime(folder / f".incoming-{name}", (now - age_s, now - age_s))
     store.import_file(write_json_lines(tmp_path / "a", ROWS), tmp_path)
-    assert not old.exists()
-    assert fresh.exists()  # another process may be writing it
+    left = [path.name for path in tmp_path.rglob(".incoming-*")]
+    assert left == [".incoming-fresh"] * 2  # another process may be writing it
+
+
+def test_an_array_and_a_file_without_rows_are_told_apart(tmp_path: Path) -> None:
+    (tmp_path / "array").write_text(json.dumps(ROWS, indent=1))
+    with pytest.raises(InvalidProfileError, match="must be JSON lines, one object a line, got a JSON array"):
+        store.import_file(tmp_path / "array", tmp_path / "home")
+    with pytest.raises(InvalidProfileError, match="has no rows"):
+        store.import_file(write_csv(tmp_path / "header", []), tmp_path / "home")
+
+
+def test_rows_that_are_shipped_are_not_stored_again(tmp_path: Path) -> None:
+    """A file of shipped rows adds nothing and says so; with one row that is new, it is kept whole."""
+    (shipped,) = store.profile_files(synthetic.OP, "h200", home=tmp_path)
+    rows = [row for _, row in zip(range(20), (row for _, row in convert.read_rows(shipped)), strict=False)]
+    report = store.import_file(write_parquet(tmp_path / "a", rows), tmp_path / "home")
+    assert (report.accepted, report.shipped, report.new) == (20, 20, False)
+    assert report.files[0].path == str(shipped)
+    assert stored(tmp_path / "home") == []
+    report = store.import_file(write_parquet(tmp_path / "a", [*rows, synthetic_h200()]), tmp_path / "home")
+    assert (report.accepted, report.shipped, report.new) == (21, 20, True)
+    assert len(stored(tmp_path / "home")) == 1
+
+
+def synthetic_h200() -> dict[str, Any]:
+    return synthetic.synthetic_rows(synthetic.SHAPES[:1])[0]
+
+
+def test_a_tilde_is_the_users_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("TILEWISE_HOME", "~/kept")
+    assert home_dir() == tmp_path / "kept"
+    assert home_dir("~/other") == tmp_path / "other"
+    monkeypatch.setenv("TILEWISE_HOME", "")
+    monkeypatch.delenv("XDG_DATA_HOME", raising=False)
+    assert home_dir() == tmp_path / ".local" / "share" / "tilewise"
+    assert home_dir("~nobody-of-this-name/x") == Path("/nonexistent/x")
+
+
+def test_a_folder_that_takes_no_files_is_found_at_once(tmp_path: Path) -> None:
+    require_writable(tmp_path / "new" / "folder")
+    assert list((tmp_path / "new" / "folder").iterdir()) == []
+    (tmp_path / "file").touch()
+    for bad in (tmp_path / "file", tmp_path / "file" / "under", Path("/proc/none")):
+        with pytest.raises(OSError, match=f"{bad} must be a folder that can be written: "):
+            require_writable(bad)
 
 
 def test_imports_at_once_lose_nothing(tmp_path: Path) -> None:
