@@ -9,6 +9,7 @@ TEST_PYTHON = .venv-test/bin/python
 
 help:
 	@echo 'make run       train on the shipped profile, print a decision, start the service (Ctrl-C ends it; RUN_ONCE=1 ends by itself)'
+	@echo '               on port 8000, or another where that is taken; PORT=8123 for that one and no other'
 	@echo 'make test      all tests, with $(TORCH) and $(TRITON)'
 	@echo '               others:  make test TRITON="triton==3.6.0 numpy<2.4"'
 	@echo '               some:    make test ARGS="tests/test_packaging.py -x"'

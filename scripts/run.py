@@ -1,7 +1,11 @@
 """What `make run` shows: train on the shipped profile, print a decision, start the service and ask it the same.
 
-The service goes on until Ctrl-C; with RUN_ONCE=1 or CI set, it is stopped after its first answer. PORT chooses the
-port. Models go to TILEWISE_HOME, or to .tilewise in this checkout.
+    make run                     serves on port 8000, or where that is taken on another free one
+    make run PORT=8123           serves there, or says that it cannot; 0 is any free port
+    make run RUN_ONCE=1          stops the service after its first answer (also with CI set)
+    TILEWISE_HOME=DIR make run   keeps models in DIR, not in .tilewise of this checkout
+
+The port is taken first and kept, so that two runs at once, or whatever else starts meanwhile, cannot meet on it.
 """
 
 from __future__ import annotations
@@ -30,14 +34,20 @@ START_TIMEOUT_S = 60
 def main() -> int:
     once = any(os.environ.get(name, "") not in ("", "0", "false") for name in ("RUN_ONCE", "CI"))
     os.environ.setdefault("TILEWISE_HOME", str(ROOT / ".tilewise"))
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(__doc__)
+        return 0
+    listener = open_port(os.environ.get("PORT", ""))
+    port = listener.getsockname()[1]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the service is stopped too
     flags = [word for name, value in SHAPE.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     show("train", "--arch", ARCH)
     show("select", *flags, "--arch", ARCH)
-    port = free_port()
-    serve = ["serve", "--host", "127.0.0.1", "--port", str(port)]
-    print(f"\n$ tilewise {shlex.join(serve)} &", flush=True)
-    service = subprocess.Popen([TILEWISE, *serve], stdin=subprocess.DEVNULL)
+    print(f"\n$ tilewise serve --host 127.0.0.1 --port {port} &", flush=True)
+    number = listener.fileno()
+    command = [str(TILEWISE), "serve", "--fd", str(number)]  # that port, already held
+    service = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[number])
+    listener.close()  # so that nobody is kept waiting on it when the service has ended
     try:
         wait_until_ready(service, f"http://127.0.0.1:{port}/readyz")
         ask(f"http://127.0.0.1:{port}/v1/select", {"arch": ARCH, **SHAPE})
@@ -58,20 +68,17 @@ def show(*arguments: str) -> None:
         sys.exit(code)
 
 
-def free_port() -> int:
-    """PORT if set, else 8000 unless it is taken, else any free one."""
-    if port := os.environ.get("PORT"):
-        return int(port)
-    for wanted in (8000, 0):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", wanted))
-            except OSError:
-                continue
-            port_number: int = probe.getsockname()[1]
-            return port_number
-    sys.exit("no free port on 127.0.0.1")
+def open_port(text: str) -> socket.socket:
+    """A socket that listens on the port named, else on 8000 unless that is taken, else on any free one."""
+    if text and not (text.isascii() and text.isdigit() and len(text) <= 5 and int(text) < 1 << 16):
+        sys.exit(f"PORT must be 0 to 65535, got {text!r}")
+    failure = ""
+    for wanted in [int(text)] if text else [8000, 0]:
+        try:
+            return socket.create_server(("127.0.0.1", wanted))
+        except OSError as error:
+            failure = f"127.0.0.1:{wanted} cannot be listened on: {error.strerror or error}"
+    sys.exit(failure)
 
 
 def wait_until_ready(service: subprocess.Popen[bytes], url: str) -> None:

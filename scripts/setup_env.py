@@ -3,8 +3,8 @@
     python3 scripts/setup_env.py FOLDER REQUIREMENT...
 
 FOLDER/stamp keeps what was installed: this checkout's path, its packaging files and the requirements. While that
-has not changed, nothing is installed again. Set-ups of one checkout wait for each other, because an editable install
-writes into the checkout itself.
+has not changed, nothing is installed again, and nothing waited for. Set-ups of one checkout wait for each other,
+because an editable install writes into the checkout itself.
 """
 
 from __future__ import annotations
@@ -28,15 +28,24 @@ def main() -> int:
     packaging = [(ROOT / name).read_text(encoding="utf-8") for name in ("pyproject.toml", "setup.py")]
     stamp = hashlib.sha256("\n".join([str(ROOT), sys.version, *requirements, *packaging]).encode()).hexdigest()
     stamp_file = env / "stamp"
+    if is_ready(stamp_file, stamp):  # an installation takes the stamp away first
+        return 0
     with open(ROOT / ".setup.lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             print("Waiting for another set-up of this checkout", flush=True)
             fcntl.flock(lock, fcntl.LOCK_EX)
-        if stamp_file.exists() and stamp_file.read_text() == stamp:
+        if is_ready(stamp_file, stamp):  # whom this waited for may have made the same one
             return 0
         return install(env, requirements, stamp_file, stamp)
+
+
+def is_ready(stamp_file: Path, stamp: str) -> bool:
+    try:
+        return stamp_file.read_text() == stamp
+    except OSError:
+        return False
 
 
 def install(env: Path, requirements: list[str], stamp_file: Path, stamp: str) -> int:

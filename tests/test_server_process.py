@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import os
+import runpy
+import shutil
 import signal
 import socket
 import statistics
@@ -151,3 +155,54 @@ def test_a_wrong_gpu_is_refused_before_anything_starts(tmp_path: Path) -> None:
     assert refused.returncode == 2
     assert refused.stderr.startswith("tilewise: arch must be one of")
     assert refused.stderr.count("\n") == 1
+
+
+RUN = Path(__file__).parent.parent / "scripts" / "run.py"
+
+
+def run_script(port: str, home: Path) -> subprocess.CompletedProcess[str]:
+    variables = {**environment(home), "PORT": port, "RUN_ONCE": "1"}
+    return subprocess.run([sys.executable, RUN], env=variables, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("port", ["abc", "-1", "65536", "8000 ", "0x10", "123456", "1.5"])
+def test_make_run_refuses_a_port_that_is_none_before_it_trains(port: str, tmp_path: Path) -> None:
+    refused = run_script(port, tmp_path)
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert refused.stderr == f"PORT must be 0 to 65535, got {port!r}\n"
+
+
+def test_make_run_refuses_a_taken_port_before_it_trains(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        refused = run_script(str(port), tmp_path)
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert refused.stderr.startswith(f"127.0.0.1:{port} cannot be listened on: ")
+    assert refused.stderr.count("\n") == 1
+
+
+def test_two_runs_at_once_hold_two_ports() -> None:
+    """From the moment that each has chosen its own, long before its service answers."""
+    open_port = runpy.run_path(str(RUN))["open_port"]
+    with open_port("") as first, open_port("") as second:
+        ports = [one.getsockname()[1] for one in (first, second)]
+        assert len(set(ports)) == 2
+        for port in ports:
+            with pytest.raises(SystemExit, match="cannot be listened on"):
+                open_port(str(port))
+
+
+def test_an_environment_that_is_ready_waits_for_no_other_set_up(tmp_path: Path) -> None:
+    (tmp_path / "scripts").mkdir()
+    setup = shutil.copy(RUN.with_name("setup_env.py"), tmp_path / "scripts")
+    for name in ("pyproject.toml", "setup.py"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "env").mkdir()
+    parts = [str(tmp_path), sys.version, "something", "", ""]
+    (tmp_path / "env" / "stamp").write_text(hashlib.sha256("\n".join(parts).encode()).hexdigest())
+    with (tmp_path / ".setup.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # as while another environment is made
+        done = subprocess.run(
+            [sys.executable, setup, tmp_path / "env", "something"], capture_output=True, timeout=30, check=False
+        )
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
