@@ -92,6 +92,10 @@ def evaluate_measurements(
     first = dataclasses.replace(measured, latency_us=measured.first_us)
     data = examples(first, arch)
     fold = assign_folds(measured.shapes, folds, seed)
+    if len(set(fold.tolist())) < 2:
+        raise InvalidProfileError(
+            f"evaluation needs shapes that differ in more than nearly the same context, got {len(judged)} that do not"
+        )
     picks: dict[str, dict[int, int | None]] = {name: {} for name in ("model", "default", "rule", "nearest")}
     predicted: dict[int, float] = {}
     for number in range(folds):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import shutil
 import subprocess
@@ -20,6 +21,7 @@ from threadpoolctl import threadpool_limits
 
 from tilewise import __version__, cli, cli_output
 from tilewise.data import store
+from tilewise.data.convert import read_rows
 from tilewise.data.records import COLUMN_NAMES
 from tilewise.dispatch.selector import Selector
 from tilewise.kernels.paged_mqa_logits.spec import SHAPE_FIELDS, Shape
@@ -374,3 +376,34 @@ def test_a_reader_that_stops_early_is_no_error(home: Path) -> None:
     assert process.stderr.read() == b""
     process.stderr.close()
     assert process.wait() == 0
+
+
+def test_shapes_too_alike_to_hold_one_out_are_trained_on_without_metrics(tilewise: Any, tmp_path: Path) -> None:
+    """Near duplicates share a fold, so that nothing would be left to train on."""
+    shapes = [Shape(4, 2, 32, 128, 64, context) for context in (8192, 8200)]
+    store.write_rows(synthetic.synthetic_rows(shapes, arch=ARCH), tmp_path / "rows.parquet")
+    assert tilewise("import", tmp_path / "rows.parquet", "--home", tmp_path)[0] == 0
+    code, _, err = tilewise("evaluate", "--arch", ARCH, "--home", tmp_path)
+    assert code == 2
+    assert (
+        err == "tilewise: evaluation needs shapes that differ in more than nearly the same context, got 2 that do not\n"
+    )
+    code, out, _ = tilewise("train", "--arch", ARCH, "--home", tmp_path)
+    assert code == 0
+    assert "not evaluated: evaluation needs shapes that differ" in out
+
+
+def test_leaving_values_out_is_printed(tilewise: Any, tmp_path: Path) -> None:
+    code, out, _ = tilewise("evaluate", "--arch", ARCH, "--leave-out", "heads", "--leave-out", "block_kv")
+    assert code == 0
+    assert "each of 2 values of heads held out in turn, 100 % of the shapes beyond what is left\nmodel " in out
+    assert "each of 1 values of block_kv held out in turn: nothing is left to train on\n" in out
+
+
+def test_import_says_that_rows_are_shipped(tilewise: Any, tmp_path: Path) -> None:
+    (shipped,) = store.profile_files(synthetic.OP, "h200", home=tmp_path)
+    rows = [row for _, row in itertools.islice(read_rows(shipped), 5)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said = f"{path}: 5 rows accepted, 0 repeated, 0 rejected; all of them come with tilewise already, nothing changed\n"
+    assert tilewise("import", path, "--home", tmp_path / "home") == (0, said, "")
