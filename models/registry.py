@@ -32,12 +32,22 @@ Home = str | os.PathLike[str] | None
 
 
 def current(op: str, arch: str, home: Home = None) -> Path:
-    """The folder of the bundle in force. It may not exist, where none is shipped."""
-    with contextlib.suppress(InvalidBundleError):
+    """The folder of the bundle in force. It may not exist, where none is shipped.
+
+    Where the pointer or the folder that it names is missing or none, that is the shipped one, with a warning.
+    """
+    try:
         found = published(op, arch, home)
-        if found is not None and (found / MANIFEST).is_file():
+        if found is None:
+            return shipped(op, arch)
+        if (found / MANIFEST).is_file():
             return found
-    return shipped(op, arch)
+        problem = f"the published bundle {found} has no {MANIFEST}"
+    except InvalidBundleError as error:
+        problem = str(error)
+    folder = shipped(op, arch)
+    _log.warning("%s: the shipped one stands in", problem)
+    return folder
 
 
 def published(op: str, arch: str, home: Home = None) -> Path | None:

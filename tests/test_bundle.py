@@ -356,11 +356,14 @@ def test_a_rollback_that_leads_nowhere_changes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "nonsense\n", "0" * 64 + "\n", "../../x\n", "\x00"])
-def test_a_broken_pointer_is_a_miss_and_is_replaced(tmp_path: Path, text: str) -> None:
+def test_a_broken_pointer_is_a_miss_and_is_replaced(
+    tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = tmp_path / "models" / trained.OP / "h200"
     folder.mkdir(parents=True)
     (folder / registry.POINTER).write_text(text)
     assert registry.current(trained.OP, "h200", tmp_path) == registry.shipped(trained.OP, "h200")
+    assert len(caplog.records) == (1 if text else 0)  # an empty one is what rolling back to the shipped bundle leaves
     path = registry.publish(trained.bundle(), tmp_path)
     assert registry.current(trained.OP, "h200", tmp_path) == path
 
