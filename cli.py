@@ -110,7 +110,8 @@ def _home(parser: argparse.ArgumentParser) -> None:
 
 def _arch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--arch", help=f"GPU: {', '.join(ARCHS)}, an ISA, or <isa>-<n>cu (default: this machine's GPU, or {FALLBACK_ARCH})"
+        "--arch",
+        help=f"GPU: {', '.join(ARCHS)}, an ISA, or <isa>-<n>cu (default: this machine's GPU, or {FALLBACK_ARCH})",
     )
     parser.add_argument("--op", choices=list(OPS), default=OP, help=f"op (default: {OP})")
 

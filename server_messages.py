@@ -1,0 +1,149 @@
+"""What the REST service is asked and answers, and which of a shape's values no kernel serves."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic.config import JsonDict
+
+from tilewise.data.records import COLUMNS
+from tilewise.dispatch.decision import Decision, Neighbour, Ranked, RegimeName, Rejected, Source
+from tilewise.errors import InvalidConfigError
+from tilewise.kernels.arch import Arch
+from tilewise.kernels.paged_mqa_logits import spec
+
+_DOC = {column.name: column.doc for column in COLUMNS}
+
+# Decode of DeepSeek-V4.1-Flash with 5 draft tokens.
+_EXAMPLE: JsonDict = {"arch": "h200", "batch_size": 16, "next_n": 6, "heads": 32, "max_context_len": 131072}
+
+
+def _one_of(*allowed: int) -> Any:
+    def check(value: int) -> int:
+        if value not in allowed:
+            raise ValueError(f"must be one of {', '.join(map(str, allowed))}")
+        return value
+
+    # Not Literal: it lets true and 1.0 pass for 1.
+    return AfterValidator(check)
+
+
+class LaunchRequest(BaseModel):
+    """A launch shape, and the GPU that it is for."""
+
+    model_config = ConfigDict(
+        strict=True,
+        extra="forbid",
+        json_schema_extra={"examples": [_EXAMPLE]},
+    )
+
+    op: Literal["paged_mqa_logits"] = Field("paged_mqa_logits", description=_DOC["op"])
+    arch: str | None = Field(None, max_length=64, description="GPU, as in /readyz; the service's first when left out")
+    batch_size: int = Field(ge=0, le=spec.MAX_BATCH_SIZE, description=_DOC["batch_size"])
+    next_n: int = Field(ge=1, le=spec.MAX_NEXT_N, description=_DOC["next_n"])
+    heads: Annotated[int, _one_of(*spec.HEADS)] = Field(
+        description=_DOC["heads"], json_schema_extra={"enum": list(spec.HEADS)}
+    )
+    head_dim: Annotated[int, _one_of(*spec.HEAD_DIMS)] = Field(
+        128, description=_DOC["head_dim"], json_schema_extra={"enum": list(spec.HEAD_DIMS)}
+    )
+    block_kv: Annotated[int, _one_of(*spec.BLOCK_KVS)] = Field(
+        64, description=_DOC["block_kv"], json_schema_extra={"enum": list(spec.BLOCK_KVS)}
+    )
+    max_context_len: int = Field(32768, ge=0, le=spec.MAX_CONTEXT_LEN, description=_DOC["max_context_len"])
+    mean_context_len: int | None = Field(
+        None, ge=0, le=spec.MAX_CONTEXT_LEN, description=f"{_DOC['mean_context_len']}; max_context_len when left out"
+    )
+    cache_layout: Literal["flat", "preshuffled"] = Field("flat", description=_DOC["cache_layout"])
+
+    def shape(self) -> spec.Shape:
+        """The shape asked about; InvalidShapeError where two values do not go together."""
+        return spec.Shape(**{name: getattr(self, name) for name in spec.SHAPE_FIELDS})
+
+
+class RankRequest(LaunchRequest):
+    """A launch shape, the GPU that it is for, and how many configs are wanted."""
+
+    limit: int | None = Field(None, ge=1, le=1 << 20, description="give the best so many only; all when left out")
+
+
+class SelectAnswer(BaseModel):
+    """A decision, and what it is for."""
+
+    op: str
+    arch: str
+    shape: spec.Shape
+    config: spec.Config
+    predicted_us: float | None = Field(description="of the config, microseconds; null where nothing is known")
+    margin: float | None = Field(
+        description="the runner-up's time over the config's, less 1; negative where the runner-up is predicted "
+        "faster, but not surely enough to replace the default"
+    )
+    runner_up: spec.Config | None
+    source: Source = Field(description="the rung of the ladder that answered")
+    regime: RegimeName = Field(description="inside what was measured, or beyond it")
+    reason: str
+    model_id: str | None = Field(description="null where there is no model")
+
+
+class RankAnswer(BaseModel):
+    """Every config on offer, the chosen one first."""
+
+    op: str
+    arch: str
+    shape: spec.Shape
+    ranked: list[Ranked]
+    model_id: str | None
+
+
+class ExplainAnswer(BaseModel):
+    """A decision with everything that it was weighed against."""
+
+    op: str
+    arch: str
+    shape: spec.Shape
+    decision: Decision
+    rejected: list[Rejected]
+    nearest: list[Neighbour] = Field(description="measured shapes near this one")
+    features: dict[str, float] = Field(description="what the model sees of the chosen config")
+    floor_us: float = Field(description="no launch is much faster than this, microseconds")
+
+
+# Fields that a kernel may refuse though the op allows them: what every kernel takes, and what the op allows.
+_REFUSABLE: dict[str, tuple[object, tuple[object, ...]]] = {
+    "cache_layout": ("flat", ("flat", "preshuffled")),
+    "block_kv": (64, spec.BLOCK_KVS),
+    "heads": (32, spec.HEADS),
+}
+
+
+def unserved(shape: spec.Shape, arch: Arch) -> list[tuple[str, str]]:
+    """(field, message) for each field that keeps the kernels of a GPU from serving a shape; none where one serves it.
+
+    Raises InvalidConfigError where no value of these fields would do.
+    """
+
+    def served(base: spec.Shape, **changes: Any) -> bool:
+        try:
+            spec.default_config(dataclasses.replace(base, **changes), arch)
+        except InvalidConfigError:
+            return False
+        return True
+
+    if served(shape):
+        return []
+    base = dataclasses.replace(shape, **{field: usual for field, (usual, _) in _REFUSABLE.items()})  # type: ignore[arg-type]
+    at_fault = [field for field in _REFUSABLE if not served(base, **{field: getattr(shape, field)})]
+    if not at_fault:  # each would do alone
+        base = shape
+        at_fault = [field for field, (usual, _) in _REFUSABLE.items() if served(shape, **{field: usual})]
+    found = []
+    for field in at_fault:
+        if allowed := [value for value in _REFUSABLE[field][1] if served(base, **{field: value})]:
+            values = ", ".join(map(repr, allowed))
+            found.append((field, f"must be one of {values} on {arch.name}, got {getattr(shape, field)!r}"))
+    if not found:
+        spec.default_config(shape, arch)  # raises, with the reason of each kernel
+    return found
