@@ -22,7 +22,7 @@ from tilewise.kernels.paged_mqa_logits.gfx950.resources import (
     key_of,
     per_token_128_keys,
 )
-from tilewise.kernels.paged_mqa_logits.spec import MAX_NEXT_N, Config, Shape
+from tilewise.kernels.paged_mqa_logits.spec import HEAD_DIMS, MAX_NEXT_N, Config, Shape
 from tilewise.kernels.registry import kernel_source_hash
 
 VGPRS_PER_SIMD = 512  # vector and accumulator registers of a lane, shared by the waves of a SIMD, in units of 8
@@ -104,9 +104,14 @@ def summary(shape: Shape, config: Config, row: Row) -> dict[str, Any]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.add_argument("--arch", default="gfx950", help="gfx950, mi355x or mi350x")
-    parser.add_argument("--heads", type=int, help="audit one head count (default: all)")
-    parser.add_argument("--next-n", type=int, help="audit the default config of this next_n (default: the whole space)")
-    parser.add_argument("--head-dim", type=int, help="64 or 128 (default: both, or 128 with --next-n)")
+    parser.add_argument("--heads", type=int, choices=(16, 32, 64, 128), help="audit one head count (default: all)")
+    parser.add_argument(
+        "--next-n",
+        type=int,
+        choices=range(1, MAX_NEXT_N + 1),
+        help="audit the default config of this next_n (default: the whole space)",
+    )
+    parser.add_argument("--head-dim", type=int, choices=HEAD_DIMS, help="(default: both, or 128 with --next-n)")
     parser.add_argument("--block-kv", type=int, default=128, help="tokens per page, with --next-n")
     parser.add_argument("--batch-size", type=int, default=16, help="requests, with --next-n")
     parser.add_argument("--context-len", type=int, default=131072, help="tokens of context, with --next-n")
@@ -121,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
         raise UnsupportedError(f"audit is for gfx950, got --arch {args.arch}")
     if build.triton_version() is None:
         raise UnsupportedError("audit compiles kernels: it needs triton (the PyPI wheel has the AMD compiler)")
-    return _audit_one(args) if args.next_n else _audit_space(args)
+    return _audit_one(args) if args.next_n is not None else _audit_space(args)
 
 
 def _audit_one(args: argparse.Namespace) -> int:
