@@ -79,6 +79,9 @@ def _parquet(path: Path) -> Iterator[Item]:
     try:
         with pq.ParquetFile(path) as file:
             _check_header(file.schema_arrow.names, path)
+            for field in file.schema_arrow:
+                if field.type.num_fields:  # a list or struct: what it unpacks to, no row count bounds
+                    raise InvalidProfileError(f"{path}: column {field.name} must hold plain values, got {field.type}")
             if file.metadata.num_rows > MAX_ROWS:
                 raise InvalidProfileError(f"{path} must have at most {MAX_ROWS} rows, got {file.metadata.num_rows}")
             for group in range(file.metadata.num_row_groups):

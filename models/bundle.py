@@ -5,6 +5,7 @@ The format, and how to change it, is in docs/bundle-format.md.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import io
@@ -45,6 +46,7 @@ FORMAT = "tilewise-bundle"
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 MAX_FILE_BYTES = 256 << 20
+MOST_US = 1e12  # stands for a predicted time that is no number
 # What reading damaged or hostile data can raise: all of it means that this is no bundle.
 _MALFORMED = (
     OSError, KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError, RecursionError, MemoryError,
@@ -140,6 +142,7 @@ class Bundle:
         """
         ratio = unsquash(self.scores(shape, configs), self.manifest["rank"]["squash"])
         times = self.best_us(shape) * np.exp(np.minimum(ratio, 50.0))
+        times = np.nan_to_num(times, nan=MOST_US, posinf=MOST_US)  # a bundle's numbers may be finite and still absurd
         return np.asarray(times * max(1.0, self.least_us(shape) / times.min(initial=np.inf)))
 
     def least_us(self, shape: Shape) -> float:
@@ -290,6 +293,14 @@ def _check_manifest(manifest: Mapping[str, Any]) -> None:
     strength = manifest["rank"]["squash"]
     if type(strength) is not float or not 0.0 < strength < 100.0:
         raise InvalidBundleError(f"rank squash must be a float above 0, got {strength!r}")
+    facts = {field.name: field.type for field in dataclasses.fields(Arch)}
+    for name, value in manifest["arch_facts"].items():
+        if facts.get(name) == "str":
+            good = isinstance(value, str)
+        else:
+            good = type(value) in (int, float) and 1e-9 < value < 1e18
+        if not good:
+            raise InvalidBundleError(f"arch_facts {name} must be {facts.get(name)} in a sane range, got {value!r}")
     hashes = manifest["kernel_hashes"]
     if not isinstance(hashes, dict) or not all(isinstance(h, str) for h in hashes.values()):
         raise InvalidBundleError(f"kernel_hashes must be an object of texts, got {hashes!r}")
@@ -308,7 +319,10 @@ def _read_array(path: Path, sha256: str, name: str) -> npt.NDArray[Any]:
     data = _read(path)
     if hashlib.sha256(data).hexdigest() != sha256:
         raise InvalidBundleError(f"{path.name} was altered: its sha256 does not fit the manifest")
-    array: npt.NDArray[Any] = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
+    try:
+        array: npt.NDArray[Any] = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
+    except Exception as error:  # numpy parses a damaged header as Python, and raises what that raises
+        raise InvalidBundleError(f"{path.name} is no array: {type(error).__name__}: {error}") from error
     dtype, dimensions = FILES[name]
     if array.dtype.str != dtype or array.ndim != dimensions:
         raise InvalidBundleError(f"{path.name} must be {dimensions}-d {dtype}, got {array.ndim}-d {array.dtype.str}")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tilewise.errors import InvalidBundleError
+from tilewise.errors import InvalidBundleError, InvalidShapeError
 from tilewise.kernels.paged_mqa_logits.spec import CONFIG_FIELDS, SHAPE_FIELDS, Config, Shape
 
 # Array name: dtype and dimensions, as stored.
@@ -127,7 +127,13 @@ class Exact:
         has_time = np.logical_or.reduceat(~np.isnan(latency), starts[:-1]) if len(shapes) else np.ones(0, bool)
         if not has_time.all():
             raise InvalidBundleError("every measured shape needs at least one time")
-        return cls(tuple(words), shapes, configs, starts, ids, latency)
+        table = cls(tuple(words), shapes, configs, starts, ids, latency)
+        try:
+            for index in range(len(shapes)):
+                table.shape(index)
+        except InvalidShapeError as error:
+            raise InvalidBundleError(f"a measured shape of the exact table is none: {error}") from error
+        return table
 
     @classmethod
     def build(cls, shapes: Sequence[Shape], configs: Sequence[Config], cells: Sequence[Mapping[int, float]]) -> Exact:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import pickle
 import random
@@ -21,6 +23,7 @@ import synthetic
 import trained
 
 from tilewise.errors import InvalidBundleError, InvalidProfileError, UnsupportedError
+from tilewise.kernels.paged_mqa_logits.spec import candidates
 from tilewise.kernels.registry import kernel_source_hash
 from tilewise.models import registry
 from tilewise.models.bundle import FILES, MANIFEST, Bundle, _digest, squash, unsquash
@@ -400,3 +403,49 @@ def test_no_usable_row_is_a_typed_error() -> None:
         train(trained.columns(rows), op=trained.OP, arch="h200")
     with pytest.raises(UnsupportedError, match="arch"):
         train(trained.columns(trained.rows()), op=trained.OP, arch="nonsense")
+
+
+def forge(folder: Path, name: str, data: bytes) -> None:
+    """Replace a file of the bundle, with hashes and digest that fit."""
+    (folder / name).write_bytes(data)
+
+    def take_up(manifest: dict[str, Any]) -> None:
+        manifest["files"][name.removesuffix(".npy")] = hashlib.sha256(data).hexdigest()
+
+    rewrite(folder, take_up)
+
+
+@pytest.mark.parametrize("header", [b"{'descr': (", b"  {'descr'\n", b"'''", b"{", b"\xff\xfe", b"[" * 60])
+def test_an_array_whose_header_is_no_header_is_refused(header: bytes, folder: Path) -> None:
+    forge(folder, "rank_feature.npy", b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header)
+    with pytest.raises(InvalidBundleError, match=r"rank_feature.npy is no array"):
+        Bundle.load(folder)
+
+
+@pytest.mark.parametrize("value", [None, "x", [], [[]], True, 0, -1, 1e300, 5e-324, float(1 << 70)])
+@pytest.mark.parametrize("name", ["compute_units", "bandwidth_tbps", "fp8_tflops", "shared_memory_bytes"])
+def test_arch_facts_are_sane_numbers(name: str, value: Any, folder: Path) -> None:
+    rewrite(folder, lambda manifest: manifest["arch_facts"].update({name: value}))
+    with pytest.raises(InvalidBundleError, match=f"arch_facts {name} must be"):
+        Bundle.load(folder)
+
+
+def test_a_measured_shape_that_is_none_is_refused(folder: Path) -> None:
+    shapes = np.load(folder / "exact_shapes.npy")
+    shapes[0, 0] = -1
+    data = io.BytesIO()
+    np.save(data, shapes)
+    forge(folder, "exact_shapes.npy", data.getvalue())
+    with pytest.raises(InvalidBundleError, match="batch_size must be"):
+        Bundle.load(folder)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
+def test_absurd_numbers_of_a_bundle_give_a_finite_time(folder: Path) -> None:
+    weights = np.load(folder / "level_weights.npy")
+    weights[:] = 1e308
+    data = io.BytesIO()
+    np.save(data, weights)
+    forge(folder, "level_weights.npy", data.getvalue())
+    times = Bundle.load(folder).predict_us(trained.UNSEEN, candidates(trained.UNSEEN, trained.ARCH))
+    assert np.isfinite(times).all()

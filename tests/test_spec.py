@@ -130,7 +130,7 @@ def test_gpus_without_fp8_products_have_no_kernel(isa: str) -> None:
         ("batch_size", -1), ("batch_size", 1.0), ("batch_size", True), ("batch_size", "16"), ("batch_size", None),
         ("next_n", 0), ("next_n", 9), ("heads", 24), ("heads", 256), ("head_dim", 96), ("block_kv", 48),
         ("block_kv", 512), ("max_context_len", -1), ("max_context_len", float("nan")), ("mean_context_len", 40000),
-        ("cache_layout", "nhd"),
+        ("cache_layout", "nhd"), ("cache_layout", ["flat", "flat"]),
     ],
 )  # fmt: skip
 def test_bad_shape_names_field_value_and_range(field: str, value: object) -> None:
@@ -167,3 +167,10 @@ def test_floor_by_hand() -> None:
 
 def test_empty_batch_has_a_default() -> None:
     assert is_valid(Shape(0, 4, 32), default_config(Shape(0, 4, 32), H200), H200) is None
+
+
+@pytest.mark.parametrize("field", ["batch_size", "heads"])
+def test_an_int_too_long_to_print_is_refused_like_any_other(field: str) -> None:
+    values: dict[str, int] = {"batch_size": 16, "next_n": 6, "heads": 32, field: 10**5000}
+    with pytest.raises(InvalidShapeError, match="got far more"):
+        Shape(**values)

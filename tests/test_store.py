@@ -499,3 +499,14 @@ def test_every_shipped_row_is_good(op: str, arch: str, tmp_path: Path) -> None:
             assert isinstance(row, dict), (path, number, row)
             assert records.check_row(row) is None, (path, number)
             assert (row["op"], row["arch"]) == (op, arch)
+
+
+def test_a_column_of_lists_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
+    """Lists of zeros pack to nothing and unpack to gigabytes."""
+    table = pa.Table.from_pylist(ROWS[:2])
+    at = table.schema.get_field_index("batch_size")
+    table = table.set_column(at, "batch_size", pa.array([[0] * 1000] * len(table), pa.list_(pa.int8())))
+    path = tmp_path / "lists.parquet"
+    pq.write_table(table, path)
+    with pytest.raises(InvalidProfileError, match="batch_size must hold plain values"):
+        store.import_file(path, tmp_path / "home")

@@ -55,7 +55,7 @@ class Shape:
         if self.mean_context_len is None:
             object.__setattr__(self, "mean_context_len", self.max_context_len)
         _check_int("mean_context_len", self.mean_context_len, 0, self.max_context_len)
-        if self.cache_layout not in ("flat", "preshuffled"):
+        if not isinstance(self.cache_layout, str) or self.cache_layout not in ("flat", "preshuffled"):
             raise InvalidShapeError(f"cache_layout must be 'flat' or 'preshuffled', got {self.cache_layout!r}")
 
     @property
@@ -251,9 +251,12 @@ def _check_int(name: str, value: object, low: int, high: int) -> None:
     if type(value) is not int:  # bool is an int to isinstance
         raise InvalidShapeError(f"{name} must be an int, got {value!r}")
     if not low <= value <= high:
-        raise InvalidShapeError(f"{name} must be {low} to {high}, got {value}")
+        # Python refuses to print an int of thousands of digits.
+        raise InvalidShapeError(f"{name} must be {low} to {high}, got {value if abs(value) < 10**30 else 'far more'}")
 
 
 def _check_choice(name: str, value: object, allowed: tuple[int, ...]) -> None:
+    if type(value) is int and abs(value) >= 10**30:
+        raise InvalidShapeError(f"{name} must be one of {', '.join(map(str, allowed))}, got far more")
     if type(value) is not int or value not in allowed:
         raise InvalidShapeError(f"{name} must be one of {', '.join(map(str, allowed))}, got {value!r}")
