@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import datetime
 import math
 import sys
 from collections.abc import Callable
@@ -84,6 +85,7 @@ def duel(target: Target, pool: PagePool, arch: Arch, old: dict[str, int], rounds
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     from tilewise.kernels.paged_mqa_logits.spec import Config, candidates
+    from tilewise.kernels.registry import kernel_source_hash
     from tilewise.kernels.timing import Timing, make_problem, time_candidates, time_interleaved
 
     sys.path.insert(0, str(HERE / "prototype"))
@@ -126,7 +128,10 @@ def duel(target: Target, pool: PagePool, arch: Arch, old: dict[str, int], rounds
         "portable_us": round(best.median_us, 3),
         "portable_config": str(best.config),
         "device": torch.cuda.get_device_name(),
+        "torch": str(torch.__version__),
         "triton": triton.__version__,
+        "kernel_hash": kernel_source_hash("portable"),
+        "measured_at": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from paged_cache import Problem, make_problem
 
@@ -23,7 +23,6 @@ class Case:
     logits_width: int | None = None
     page_stride: int | None = None
     table_tail: int = 2
-    tags: frozenset[str] = field(default_factory=frozenset)
 
     def problem(self, device: str = "cpu", seed: int = 0) -> Problem:
         return make_problem(
