@@ -222,6 +222,8 @@ def _tma_load(desc: Descriptor, at: Any, barrier: Shared, into: Shared, pred: An
         return
     if into.shape != desc.box:
         raise TypeError(f"a box of {desc.box} into {into.shape}")
+    if into.start % 128:
+        raise ValueError(f"TMA writes to multiples of 128 bytes of shared memory, not to {into.start}")
     first = [int(x) for x in at]
     box = torch.zeros(desc.box, dtype=desc.view.dtype)  # zero outside the tensor
     inside = tuple(slice(max(f, 0), min(f + n, d)) for f, n, d in zip(first, desc.box, desc.view.shape, strict=True))

@@ -176,6 +176,8 @@ CASES = {
         for d in (64, 128)
     },
     **{f"heads {h}": (RAGGED, 3, config(3, 1 if h > 64 else 2), {"heads": h}) for h in (16, 32, 128)},
+    **{f"heads 16 {e} n{n}": (RAGGED, n, config(n, 4, epilogue=e), {"heads": 16}) for e in ("mix", "abs") for n in (4, 7)
+       if e == "mix" or n == 4},
     **{f"batch {b}": (tuple(i * 7 % 150 for i in range(b)), 2, config(2, 2), {"heads": 32}) for b in (65, 257, 1500)},
     "all empty": ((0,) * 33, 4, config(4, 2), {}),
 }

@@ -6,7 +6,7 @@ from typing import Any
 
 from tilewise.kernels.paged_mqa_logits.sm90 import compat, space
 from tilewise.kernels.paged_mqa_logits.sm90.kernels import _paged_mqa_logits_kernel
-from tilewise.kernels.paged_mqa_logits.sm90.pieces import TILE_KV
+from tilewise.kernels.paged_mqa_logits.sm90.pieces import TILE_KV, weights_pitch
 from tilewise.kernels.paged_mqa_logits.spec import Config, Shape
 
 # Requests that one step of the device-side schedule counts; the smallest that covers the batch, or the largest.
@@ -72,7 +72,7 @@ def boxes(shape: Shape) -> dict[str, tuple[str, list[int]]]:
         "k_desc": ("fp8e4nv", [1, rows, shape.head_dim]),
         "scale_desc": ("fp32", [1, rows]),
         "q_desc": ("fp8e4nv", [1, 1, shape.heads, shape.head_dim]),
-        "weights_desc": ("fp32", [shape.heads]),
+        "weights_desc": ("fp32", [weights_pitch(shape.heads)]),
     }
 
 

@@ -23,10 +23,18 @@ def _q_tile(p, buf, token, TOKENS: gl.constexpr):
 
 
 @gluon.jit
-def _weights_tile(p, buf, token, TOKENS: gl.constexpr):
+def _weights(p, buf, token, TOKENS: gl.constexpr, LAYOUT: gl.constexpr):
     # Their weights, [tokens x heads].
-    SHAPE: gl.constexpr = [2 * p.Q_TOKENS // TOKENS, TOKENS * p.HEADS]
-    return reinterpret(buf.weights, gl.float32, SHAPE, gl.NVMMASharedLayout(0, 32, 1)).index(token // TOKENS)
+    SHAPE: gl.constexpr = [2 * p.Q_TOKENS // TOKENS, TOKENS * p.WEIGHTS_PITCH]
+    rows = reinterpret(buf.weights, gl.float32, SHAPE, gl.NVMMASharedLayout(0, 32, 1)).index(token // TOKENS)
+    if p.WEIGHTS_PITCH == p.HEADS:
+        return rows.load(LAYOUT)
+    else:
+        # Drop the second half of each row, which holds something else; both halves are registers of one thread.
+        WIDE: gl.constexpr = gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * TOKENS * p.HEADS, 32]))
+        w = gl.permute(gl.reshape(rows.load(WIDE), [TOKENS, 2, p.HEADS]), (0, 2, 1))
+        w, _ = gl.split(w)
+        return gl.convert_layout(gl.reshape(w, [TOKENS * p.HEADS]), LAYOUT)
 
 
 @gluon.jit
@@ -43,7 +51,7 @@ def _column_weights(p, buf, token, TOKENS: gl.constexpr):
     # Weights of the columns of a product, halved where relu(x) is taken as x + |x|.
     COLUMNS: gl.constexpr = TOKENS * p.HEADS
     LAYOUT: gl.constexpr = gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32]))
-    w = _weights_tile(p, buf, token, TOKENS).load(LAYOUT)
+    w = _weights(p, buf, token, TOKENS, LAYOUT)
     if p.RELU == "mix":
         w = w * gl.where(gl.arange(0, COLUMNS, layout=LAYOUT) % 2 == 0, 1.0, 0.5)
     return w
@@ -137,7 +145,7 @@ def _linear_columns(p, buf, token, slot, TOKENS: gl.constexpr):
     parts = ()
     for t in gl.static_range(TOKENS):
         q = _q_tile(p, buf, token + t, 1).load(Q).to(gl.float32)
-        q = q * gl.expand_dims(_weights_tile(p, buf, token + t, 1).load(gl.SliceLayout(1, Q)), 1)
+        q = q * gl.expand_dims(_weights(p, buf, token + t, 1, gl.SliceLayout(1, Q)), 1)
         # A thread's own heads; the warps are summed for all tokens at once, in one exchange.
         parts = parts + (gl.sum(gl.reshape(q, [p.HEADS // STEP, STEP, p.HEAD_DIM]), 0),)
     summed = gl.sum(_joined(parts, SLOTS, TOKENS), 0)
@@ -267,7 +275,7 @@ def _second_weights(p, buf, token, slot, LANE: gl.constexpr, TOKENS: gl.constexp
     DTYPE: gl.constexpr = gl.float32 if p.RELU == "tf32" else gl.bfloat16
     r = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(1, LAYOUT)), 1)
     column = gl.arange(0, COLUMNS, layout=COLUMN)
-    w = _weights_tile(p, buf, token, TOKENS).load(COLUMN)
+    w = _weights(p, buf, token, TOKENS, COLUMN)
     if p.RELU == "tf32":
         # Odd columns come as x + |x|, truncated; even ones as relu(x), rounded. See _second_operand.
         w = w * gl.where(column % 2 == 0, 1.0, 0.5 * _TF32_BIAS)

@@ -300,7 +300,7 @@ def _paged_mqa_logits_kernel(
         gl.allocate_shared_memory(F8, [STAGES * COPIES, 1, 64 // COPIES, HEAD_DIM], k_desc.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES * COPIES, 1, 64 // COPIES], scale_desc.layout),
         gl.allocate_shared_memory(F8, [2 * p.Q_TOKENS, 1, 1, HEADS, HEAD_DIM], q_desc.layout),
-        gl.allocate_shared_memory(gl.float32, [2 * p.Q_TOKENS, HEADS], weights_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [2 * p.Q_TOKENS, p.WEIGHTS_PITCH], weights_desc.layout),
         gl.allocate_shared_memory(
             SECOND, SECOND_SHAPE, gl.NVMMASharedLayout.get_default_for([SECOND_SHAPE[1], SECOND_SHAPE[2]], SECOND)
         ),

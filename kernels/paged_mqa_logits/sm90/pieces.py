@@ -41,3 +41,8 @@ def piece_tokens(tokens: int, dot_n: int, index: int) -> int:
     for _ in range(index - full):
         rest -= 1 << (rest.bit_length() - 1)
     return 1 << (rest.bit_length() - 1)
+
+
+def weights_pitch(heads: int) -> int:
+    """Weights from one query token to the next in shared memory: TMA writes to multiples of 128 bytes only."""
+    return max(heads, 32)

@@ -26,7 +26,7 @@ def _producer(p, buf, share, k_desc, scale_desc, q_desc, weights_desc):
     ROWS: gl.constexpr = 64 if p.BLOCK_KV >= 64 else p.BLOCK_KV  # of one copy
     COPIES: gl.constexpr = 64 // ROWS
     REST: gl.constexpr = p.NEXT_N % p.FUSE_N
-    TOKEN_BYTES: gl.constexpr = p.HEADS * (p.HEAD_DIM + 4)
+    TOKEN_BYTES: gl.constexpr = p.HEADS * p.HEAD_DIM + 4 * p.WEIGHTS_PITCH
     request = share.request
     group = share.group
     tile = share.tile

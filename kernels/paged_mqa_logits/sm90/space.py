@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from tilewise.kernels.arch import Arch
-from tilewise.kernels.paged_mqa_logits.sm90.pieces import STORE_N, TILE_KV, first_token, piece_count
+from tilewise.kernels.paged_mqa_logits.sm90.pieces import STORE_N, TILE_KV, first_token, piece_count, weights_pitch
 from tilewise.kernels.paged_mqa_logits.spec import SCALE_BYTES, Config, Shape, cdiv
 
 READS = frozenset(
@@ -162,7 +162,8 @@ def second_slots(config: Config) -> int:
 
 def shared_memory_bytes(shape: Shape, config: Config) -> int:
     """Shared memory of a workgroup, or a little more: query tokens, the ring of K tiles, weight tiles, scratch."""
-    tokens = 2 * cdiv(config.fuse_n, config.dot_n) * config.dot_n * shape.heads * (shape.head_dim + SCALE_BYTES)
+    slots = 2 * cdiv(config.fuse_n, config.dot_n) * config.dot_n
+    tokens = slots * (shape.heads * shape.head_dim + weights_pitch(shape.heads) * SCALE_BYTES)
     ring = config.num_stages * (TILE_KV * (shape.head_dim + SCALE_BYTES) + 16)
     each = 2176  # of a consumer: the quads' transposes
     if config.epilogue.startswith("abs"):

@@ -6,7 +6,10 @@ Passing a tuple to a partition would lose which of its members are constants; th
 # No `from __future__ import annotations`: Gluon compares the fields with the annotations themselves.
 from triton.experimental.gluon import language as gl
 
+from tilewise.kernels.paged_mqa_logits.sm90 import pieces
 from tilewise.kernels.paged_mqa_logits.sm90.compat import aggregate, constexpr_function
+
+weights_pitch = constexpr_function(pieces.weights_pitch)
 
 
 @aggregate
@@ -41,6 +44,7 @@ class Problem:
     TILES: gl.constexpr  # tiles of a consumer whose products may overlap
     GROUPS: gl.constexpr  # of query tokens of a request
     Q_TOKENS: gl.constexpr  # that a q buffer has room for: whole products
+    WEIGHTS_PITCH: gl.constexpr  # weights between one query token's and the next one's in shared memory
 
     @constexpr_function
     def __init__(
@@ -77,6 +81,7 @@ class Problem:
         self.TILES = gl.constexpr(TILES)
         self.GROUPS = gl.constexpr(-(-NEXT_N // FUSE_N))
         self.Q_TOKENS = gl.constexpr(-(-FUSE_N // DOT_N) * DOT_N)
+        self.WEIGHTS_PITCH = gl.constexpr(weights_pitch(HEADS))
 
 
 @aggregate
@@ -86,7 +91,7 @@ class Buffers:
     k: gl.shared_memory_descriptor  # [stages x pages per tile, 1, rows, head_dim], as the copies write it
     k_scale: gl.shared_memory_descriptor  # [stages x pages per tile, 1, rows]
     q: gl.shared_memory_descriptor  # [2 x q_tokens, 1, 1, heads, head_dim]
-    weights: gl.shared_memory_descriptor  # [2 x q_tokens, heads]
+    weights: gl.shared_memory_descriptor  # [2 x q_tokens, weights_pitch]
     second: gl.shared_memory_descriptor  # weights as the second product wants them, a slot per consumer and piece
     k_full: gl.shared_memory_descriptor
     k_empty: gl.shared_memory_descriptor
