@@ -1,0 +1,87 @@
+"""The fast form of a forest gives what walking it gives, to the last bit, or is not used."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tilewise.models import forest
+from tilewise.models.forest import Forest, export
+
+sklearn_ensemble = pytest.importorskip("sklearn.ensemble")
+
+
+def fitted(leaves: int, trees: int, seed: int = 0) -> tuple[Forest, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    rows = rng.integers(0, 40, (600, 7)) / 8.0  # many rows fall on a threshold
+    target = rows[:, 0] * np.sin(rows[:, 1]) + rows[:, 2] * rows[:, 3]
+    regressor = sklearn_ensemble.HistGradientBoostingRegressor(
+        max_iter=trees, max_leaf_nodes=leaves, min_samples_leaf=3, random_state=seed, early_stopping=False
+    )
+    return export(regressor.fit(rows, target)), rows
+
+
+@pytest.mark.parametrize("leaves", [2, 3, 15, 16])
+@pytest.mark.parametrize("count", [1, 2, 3, 127, 128, 129, 600])
+def test_masks_and_walking_agree_to_the_last_bit(leaves: int, count: int) -> None:
+    trees, rows = fitted(leaves, 40)
+    edges = np.unique(trees.threshold[np.isfinite(trees.threshold)])
+    rows = np.vstack([rows[: count - 1], edges[:7][None]])  # a row that sits on thresholds
+    assert trees.masks is not None
+    assert np.array_equal(trees.masks.predict(rows), trees.walk(rows))
+    assert np.array_equal(trees.predict(rows), trees.walk(rows))
+
+
+def test_rows_that_agree_in_all_or_no_features() -> None:
+    trees, rows = fitted(15, 30)
+    for some in (np.repeat(rows[:1], 50, axis=0), rows[:50], np.full((3, 7), -1e9), np.full((3, 7), 1e9)):
+        assert np.array_equal(trees.predict(some), trees.walk(some))
+
+
+def test_trees_with_more_leaves_are_walked() -> None:
+    trees, rows = fitted(31, 20)
+    assert trees.masks is None
+    assert np.array_equal(trees.predict(rows), trees.walk(rows))
+
+
+def test_a_single_leaf_and_no_row() -> None:
+    lone = Forest(
+        1.5, np.zeros(1, np.int32), np.array([np.inf]), np.zeros(1, np.int32), np.array([2.0]), np.zeros(1, np.int32), 0
+    )
+    assert lone.masks is not None
+    assert lone.predict(np.ones((4, 3))).tolist() == [3.5] * 4
+    assert lone.predict(np.ones((0, 3))).tolist() == []
+
+
+def two_levels(depth: int, left: list[int]) -> Forest:
+    inner = np.array([at != child for at, child in enumerate(left)])
+    return Forest.from_arrays(
+        {
+            "feature": np.zeros(len(left), np.int32),
+            "threshold": np.where(inner, 0.5, np.inf),
+            "left": np.array(left, np.int32),
+            "value": np.arange(len(left), dtype=np.float64),
+            "roots": np.array([0], np.int32),
+        },
+        0.0,
+        depth,
+        1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("depth", "left", "reason"),
+    [(1, [1, 3, 2, 3, 4], "deeper than it says"), (3, [1, 3, 3, 3, 4], "two nodes share their children")],
+)
+def test_a_forest_of_another_form_is_walked(depth: int, left: list[int], reason: str) -> None:
+    trees = two_levels(depth, left)
+    assert trees.masks is None, reason
+    rows = np.array([[0.0], [1.0]])
+    assert np.array_equal(trees.predict(rows), trees.walk(rows))
+
+
+def test_tables_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forest, "MAX_MASK_BYTES", 1000)
+    trees, rows = fitted(15, 40)
+    assert trees.masks is None
+    assert np.array_equal(trees.predict(rows), trees.walk(rows))
