@@ -12,6 +12,7 @@ import json
 import statistics
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -41,10 +42,8 @@ def median_us(launch: Callable[[], object], repeats: int = 20) -> float:
     return float(statistics.median(times))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="also write the JSON here")
-    args = parser.parse_args()
+def measure() -> dict[str, Any]:
+    """Read bandwidth (TB/s) and dense fp8 rate (TFLOP/s) of the current GPU, with its name and the versions."""
     x = torch.randn(1 << 30, device="cuda")  # 4 GiB
     out = torch.empty(4096, device="cuda")
     read = median_us(lambda: _sum_kernel[(4096,)](x, out, x.numel(), BLOCK=8192, num_warps=8))
@@ -55,13 +54,20 @@ def main() -> None:
     product = median_us(
         lambda: torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
     )  # fmt: skip
-    result = {
+    return {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
         "read_tbps": round(x.nbytes / read / 1e6, 3),
         "fp8_tflops": round(2 * size**3 / product / 1e6, 1),
     }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="also write the JSON here")
+    args = parser.parse_args()
+    result = measure()
     print(json.dumps(result))
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
