@@ -88,6 +88,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--marker", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--deadline", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--compiled", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.out is None:
         args.out = rows_file.HOST if args.host else rows_file.ROWS
@@ -116,7 +117,7 @@ def wanted(args: argparse.Namespace) -> list[Entry]:
 
 
 def supervise(args: argparse.Namespace, script: list[str]) -> int:
-    """Run `script` as a child, again and again, until the work is done; 0 done, 4 the time limit came first, 1 it does not go."""
+    """Run `script` as a child until the work is done. 0: it is; 4: the time limit came first; 1: it does not go."""
     folder = Path(tempfile.mkdtemp(prefix="peers-"))
     marker = folder / "now.json"
     deadline = time.time() + args.time_limit
@@ -139,6 +140,8 @@ def supervise(args: argparse.Namespace, script: list[str]) -> int:
         if not note_failure(args, marker, code):
             print(f"the child ended with {code} outside any launch: giving up", flush=True)
             return 1
+        if "--compiled" not in command:
+            command.append("--compiled")  # it got as far as the launches
     print(f"{MOST_CHILDREN} children broke down: giving up", flush=True)
     return 1
 

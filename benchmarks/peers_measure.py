@@ -172,7 +172,7 @@ def duel(args: Any, todo: Sequence[Entry], deadline: float) -> int:
     run.marker.say(args.compile_limit)
     jobs = deep_gemm_jobs([entry.shape for entry in todo], run.arch) if run.module is not None else []
     jobs += triton_jobs([(entry.shape, config) for entry in todo for config in configs[entry.name]])
-    compile_ahead(jobs, args.jobs)
+    compile_ahead([] if args.compiled else jobs, args.jobs)
     run.measure_ceilings()
     missed = _duel_entries(run, left, configs, 1, args.rounds)
     if not missed and args.duel_again:
@@ -241,7 +241,8 @@ def choose(args: Any, todo: Sequence[Entry], deadline: float) -> int:
     total = sum(map(len, configs.values()))
     print(f"{run.arch.name}: {len(left)} of {len(todo)} entries to choose for, {total} candidates", flush=True)
     run.marker.say(args.compile_limit)
-    compile_ahead(triton_jobs([(e.shape, c) for e in left for c in configs[e.name]]), args.jobs)
+    jobs = triton_jobs([(e.shape, c) for e in left for c in configs[e.name]])
+    compile_ahead([] if args.compiled else jobs, args.jobs)
     about: dict[str, Any] = {
         name: run.environment.get(name) for name in ("device_name", "driver", "torch_version", "triton_version")
     }

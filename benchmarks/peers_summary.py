@@ -191,10 +191,11 @@ def figures(rows: Sequence[dict[str, Any]], role: str = "ours") -> dict[str, Any
         "duelled_again_first": {name: first[name].ratio(role) for name in again if name in first},
         "failures": sum(row["status"] != "correct" for row in rows),
     }
-    if rows:
-        last = rows[-1]
+    timed = [row for row in rows if row["status"] == "correct"]
+    if timed:
+        last = timed[-1]
         names = ("device_name", "driver", "torch_version", "triton_version", "deep_gemm_version", "git_commit")
-        summed |= {name: last[name] for name in (*names, "read_tbps", "fp8_tflops")}
+        summed |= {name: last.get(name) for name in (*names, "read_tbps", "fp8_tflops")}
     rounded: dict[str, Any] = _rounded(summed)
     return rounded
 
