@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from tilewise.dispatch.decision import Decision, RegimeName, Source
 from tilewise.kernels.arch import Arch
-from tilewise.kernels.paged_mqa_logits.spec import Config, Shape, candidates, default_config, space
+from tilewise.kernels.paged_mqa_logits.spec import Config, Shape, Verdicts, candidates, default_config, space
 from tilewise.models.bundle import Bundle
 from tilewise.models.choice import choose
 from tilewise.models.measurements import installed_hash
@@ -29,6 +29,7 @@ class Knowledge:
     problem: str  # why there is no bundle; empty where there is one
     stale: dict[str, str]  # kernel to why its timings do not count
     refused: str = ""  # a sentence where this is not the bundle that was published, since that one cannot be used
+    verdicts: Verdicts = field(default_factory=dict, compare=False, repr=False)  # of `candidates`, to be fast
     other_compiler: str = ""  # set where the Triton at hand is none of those that the timings were taken with
 
     @classmethod
@@ -102,7 +103,7 @@ def _weigh(shape: Shape, arch: Arch, known: Knowledge, use_exact: bool) -> Asses
         found = fallback(shape, default, known)
         found.reason = "empty batch: the default config." if shape.batch_size == 0 else "empty context: the default."
         return found
-    configs = candidates(shape, arch)
+    configs = candidates(shape, arch, known.verdicts)
     at = configs.index(default)
     found = Assessment(shape, configs, at, np.full(len(configs), np.nan), known.model_id, at)
     bundle = known.bundle

@@ -232,6 +232,7 @@ class Selector:
             raise InvalidBundleError(
                 f"bundle {folder} is for {bundle.op} on {bundle.arch.name}, not {self.op} on {self.arch.name}"
             )
+        _ = bundle.rank.masks  # made now, so that the first selection does not wait for it
         known = Knowledge.of(bundle)
         for reason in known.stale.values():
             self._warn("stale_kernel", reason)

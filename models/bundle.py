@@ -118,10 +118,9 @@ class Bundle:
     def features(self, shape: Shape, configs: Sequence[Config]) -> npt.NDArray[np.float64]:
         """[len(configs), len(FEATURES)]"""
         numbers = shape_columns(shape)
-        own = shape_features(numbers, self.arch)
-        rows = np.empty((len(configs), len(FEATURES)))
-        rows[:, : own.shape[-1]] = own
-        rows[:, own.shape[-1] :] = config_features(numbers, config_columns(configs), self.arch)
+        rows = np.empty((len(FEATURES), len(configs))).T
+        rows[:, : len(SHAPE_FEATURES)] = shape_features(numbers, self.arch)
+        rows[:, len(SHAPE_FEATURES) :] = config_features(numbers, config_columns(configs), self.arch)
         return rows
 
     def scores(self, shape: Shape, configs: Sequence[Config]) -> npt.NDArray[np.float64]:
@@ -130,9 +129,11 @@ class Bundle:
 
     def best_us(self, shape: Shape) -> float:
         """Predicted time of the shape's best config, microseconds; never below `least_us`."""
-        numbers = shape_columns(shape)
-        level = self.level.predict(shape_features(numbers, self.arch)[None, : len(SHAPE_FEATURES)])
-        return max(float(floors_us(numbers, self.arch) * np.exp(level[0])), self.least_us(shape))
+        return self._best_us(shape, shape_features(shape_columns(shape), self.arch))
+
+    def _best_us(self, shape: Shape, features: npt.NDArray[np.float64]) -> float:
+        level = self.level.predict(features[None])
+        return max(float(floors_us(shape_columns(shape), self.arch) * np.exp(level[0])), self.least_us(shape))
 
     def predict_us(self, shape: Shape, configs: Sequence[Config]) -> npt.NDArray[np.float64]:
         """[len(configs)] predicted times, microseconds.
@@ -140,8 +141,11 @@ class Bundle:
         None is below `least_us`: where the model goes below it, as it may far from what was measured, all are scaled up
         together, so that their order and their ratios stay.
         """
-        ratio = unsquash(self.scores(shape, configs), self.manifest["rank"]["squash"])
-        times = self.best_us(shape) * np.exp(np.minimum(ratio, 50.0))
+        rows = self.features(shape, configs)
+        if not len(rows):
+            return np.empty(0)
+        ratio = unsquash(self.rank.predict(rows), self.manifest["rank"]["squash"])
+        times = self._best_us(shape, rows[0, : len(SHAPE_FEATURES)]) * np.exp(np.minimum(ratio, 50.0))
         times = np.nan_to_num(times, nan=MOST_US, posinf=MOST_US)  # a bundle's numbers may be finite and still absurd
         return np.asarray(times * max(1.0, self.least_us(shape) / times.min(initial=np.inf)))
 

@@ -7,6 +7,7 @@ makes them, and so every pick, the same on machines whose log2 differs in the la
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -100,16 +101,22 @@ def shape_columns(shape: Shape) -> dict[str, Any]:
 
 
 _config_values = attrgetter(*CONFIG_FIELDS)
-_TEXT_AT = [(at, _CODES[name]) for at, name in enumerate(CONFIG_FIELDS) if name in _CODES]
+
+
+@functools.lru_cache(maxsize=8192)
+def _config_row(config: Config) -> bytes:
+    """The fields of one config as the bytes of float64 numbers."""
+    row = [
+        _CODES[name].get(value, -1.0) if name in _CODES else float(value)
+        for name, value in zip(CONFIG_FIELDS, _config_values(config), strict=True)
+    ]
+    return np.array(row).tobytes()
 
 
 def config_columns(configs: Sequence[Config]) -> dict[str, Any]:
     """The fields of some configs as arrays of numbers [len(configs)]."""
-    columns: list[Any] = list(zip(*map(_config_values, configs), strict=True)) or [()] * len(CONFIG_FIELDS)
-    for at, codes in _TEXT_AT:
-        columns[at] = [codes.get(word, -1.0) for word in columns[at]]
-    table = np.array(columns, dtype=np.float64)
-    return dict(zip(CONFIG_FIELDS, table, strict=True))
+    table = np.frombuffer(b"".join(map(_config_row, configs))).reshape(len(configs), len(CONFIG_FIELDS))
+    return dict(zip(CONFIG_FIELDS, np.ascontiguousarray(table.T), strict=True))
 
 
 def shape_features(shape: Columns, arch: Arch) -> Floats:
@@ -218,9 +225,12 @@ def _log2(value: Any, least: float = 1.0) -> Any:
 
 
 def _on_grid(columns: Sequence[Any]) -> Floats:
-    """Columns to rows, rounded."""
-    rows = np.stack(np.broadcast_arrays(*columns), axis=-1).astype(np.float64)
-    rows *= GRID
-    np.rint(rows, out=rows)
-    rows /= GRID
-    return rows
+    """Columns, arrays of one length or numbers, to rows, rounded. Columns stay whole in memory, which is fast."""
+    length = next((column.shape for column in columns if np.ndim(column)), ())
+    table = np.empty((len(columns), *length))
+    for at, column in enumerate(columns):
+        table[at] = column
+    table *= GRID
+    np.rint(table, out=table)
+    table /= GRID
+    return table.T

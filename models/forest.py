@@ -15,14 +15,13 @@ from tilewise.errors import InvalidBundleError
 MAX_NODES = 4_000_000
 MAX_DEPTH = 64
 LANES = 8192  # looked at together: few enough to stay in the cache, and to be allocated without new pages
-MASKED_ROWS = 128  # likewise
+MASKED_ROWS = 256  # likewise
 
 
 MASK_BITS = 16  # leaves of a tree that `Masks` can tell apart
 MAX_MASK_BYTES = 64 << 20
-_LOWEST_BIT = np.zeros(1 << MASK_BITS, np.intp)  # [masks] the lowest bit that is set; 0 for none
-for _bit in range(MASK_BITS):
-    _LOWEST_BIT[1 << _bit :: 2 << _bit] = _bit
+MERGED_ROWS = 512  # features with few thresholds share a table of at most this many rows
+_DE_BRUIJN = 0x09AF  # times a power of two, its top four bits tell which, from 2^0 to 2^15
 
 
 @dataclass(frozen=True)
@@ -124,9 +123,10 @@ class Masks:
     """
 
     baseline: float
-    thresholds: list[npt.NDArray[np.float64]]  # per feature, ascending
-    tables: list[npt.NDArray[np.uint16]]  # per feature: [thresholds + 1, trees], the conjunction of the first k
-    value: npt.NDArray[np.float64]  # [trees * MASK_BITS], of each tree's leaves from left to right
+    # Features, and thresholds of each, ascending; with a table [product of (thresholds + 1), trees] that has the
+    # conjunction for each combination of how many thresholds are passed, the last feature's varying fastest.
+    tables: list[tuple[list[int], list[npt.NDArray[np.float64]], npt.NDArray[np.uint16]]]
+    value: npt.NDArray[np.float64]  # [trees * MASK_BITS], of each tree's leaves, placed by _DE_BRUIJN
 
     @classmethod
     def of(cls, forest: Forest) -> Masks | None:
@@ -157,23 +157,29 @@ class Masks:
             first[left[inner]] = first[inner]
             first[left[inner] + 1] = first[inner] + leaves[left[inner]]
         inner = nodes[~leaf[nodes]]
-        features = int(forest.feature[inner].max(initial=-1)) + 1
         kept = ~(((1 << leaves[left[inner]]) - 1) << first[left[inner]]) & 0xFFFF
-        thresholds, tables, size = [], [], 0
-        for feature in range(features):
+        tables: list[tuple[list[int], list[npt.NDArray[np.float64]], npt.NDArray[np.uint16]]] = []
+        size = 0
+        for feature in np.unique(forest.feature[inner]).tolist():
             own = forest.feature[inner] == feature
             cuts, at = np.unique(forest.threshold[inner][own], return_inverse=True)
-            size += 2 * (len(cuts) + 1) * len(roots)
-            if size > MAX_MASK_BYTES:
-                return None
             table = np.full((len(cuts) + 1, len(roots)), 0xFFFF, np.uint16)
             np.bitwise_and.at(table, (at + 1, tree[inner][own]), kept[own].astype(np.uint16))
-            thresholds.append(cuts)
-            tables.append(np.bitwise_and.accumulate(table, axis=0))
+            np.bitwise_and.accumulate(table, axis=0, out=table)
+            if tables and len(tables[-1][2]) * len(table) <= MERGED_ROWS:
+                features, cuts_of, before = tables.pop()
+                size -= before.nbytes
+                table = (before[:, None] & table[None]).reshape(-1, len(roots))
+                tables.append(([*features, feature], [*cuts_of, cuts], table))
+            else:
+                tables.append(([feature], [cuts], table))
+            size += table.nbytes
+            if size > MAX_MASK_BYTES:
+                return None
         value = np.zeros((len(roots), MASK_BITS))
         ends = nodes[leaf[nodes]]
-        value[tree[ends], first[ends]] = forest.value[ends]
-        return cls(forest.baseline, thresholds, tables, value.ravel())
+        value[tree[ends], ((1 << first[ends]) * _DE_BRUIJN & 0xFFFF) >> 12] = forest.value[ends]
+        return cls(forest.baseline, tables, value.ravel())
 
     def predict(self, rows: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """[n] sums for [n, features] rows without NaN, to the last bit those of `Forest.walk`."""
@@ -183,13 +189,12 @@ class Masks:
         return total
 
     def _sums(self, rows: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        masks = self._leaves(rows)
-        n, trees = masks.shape
+        leaf = self._leaves(rows)
+        n, trees = leaf.shape
         total = np.full(n, self.baseline)
-        step = max(1, LANES // n)
+        step = max(1, 2 * LANES // n)
         for first in range(0, trees, step):
-            at = _LOWEST_BIT.take(masks[:, first : first + step].T)  # [step, n]
-            at += np.arange(first, first + len(at))[:, None] * MASK_BITS
+            at = leaf[:, first : first + step].T  # [step, n]
             leaves = np.empty((len(at) + 1, n))
             leaves[0] = total
             self.value.take(at, out=leaves[1:], mode="clip")
@@ -198,24 +203,30 @@ class Masks:
             total = leaves.sum(axis=0) if n > 1 else np.add.accumulate(leaves)[-1]
         return total
 
-    def _leaves(self, rows: npt.NDArray[np.float64]) -> npt.NDArray[np.uint16]:
-        """[n, trees] masks whose lowest bit is the leaf that is reached."""
+    def _leaves(self, rows: npt.NDArray[np.float64]) -> npt.NDArray[Any]:
+        """[n, trees] where in `value` the leaves are that are reached."""
         trees = len(self.value) // MASK_BITS
         columns = np.ascontiguousarray(rows.T)
         same = (columns == columns[:, :1]).all(axis=1).tolist()  # most are: those of the shape
         shared = np.full(trees, 0xFFFF, np.uint16)
         masks = np.full((len(rows), trees), 0xFFFF, np.uint16)
         prefix = np.empty_like(masks)
-        for column, alike, cuts, table in zip(columns, same, self.thresholds, self.tables, strict=False):
-            if not len(cuts):
-                continue
-            if alike:
-                shared &= table[cuts.searchsorted(column[0])]
-            else:
-                table.take(cuts.searchsorted(column), axis=0, out=prefix, mode="clip")
+        for features, cuts_of, table in self.tables:
+            passed: Any = 0
+            for feature, cuts in zip(features, cuts_of, strict=True):
+                values = columns[feature]
+                passed = passed * (len(cuts) + 1) + cuts.searchsorted(values[0] if same[feature] else values)
+            if np.ndim(passed):
+                table.take(passed, axis=0, out=prefix, mode="clip")
                 masks &= prefix
+            else:
+                shared &= table[passed]
         masks &= shared
-        return masks
+        lowest = np.negative(masks, out=prefix)
+        lowest &= masks
+        lowest *= np.uint16(_DE_BRUIJN)
+        lowest >>= 12
+        return lowest + (np.arange(trees) * MASK_BITS).astype(np.uint16 if trees <= 1 << 12 else np.uint32)
 
 
 def _within(values: npt.NDArray[Any], low: int, high: int) -> bool:

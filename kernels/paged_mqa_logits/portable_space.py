@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from tilewise.kernels.arch import Arch
 from tilewise.kernels.paged_mqa_logits.spec import Config, Shape, cdiv
 
@@ -71,6 +73,11 @@ def candidates(shape: Shape, arch: Arch) -> list[Config]:
     for fuse_n in fuse_choices(shape.next_n):
         # One token per product inside a fused program was never the best where two fit; see docs/log.md.
         dots = [d for d in (2, 4) if d <= fuse_n and d * shape.heads <= MAX_DOT_COLUMNS] or [1]
+        splits = {
+            tile_kv: [split_for(shape, fuse_n, tile_kv, arch, per_unit) for per_unit in SPLIT_TARGETS]
+            for tile_kv in (64, 128)
+        }
+        few = [split_for(shape, fuse_n, 64, arch, per_unit) for per_unit in (4, 8)]
         for dot_n in dots:
             # (mma_m, tile_kv, num_warps, num_stages)
             for mma_m, tile_kv, num_warps, num_stages in (
@@ -79,12 +86,10 @@ def candidates(shape: Shape, arch: Arch) -> list[Config]:
                 ("kv", 128, 4, 3),
                 ("kv", 128, 8, 3),
             ):
-                for per_unit in SPLIT_TARGETS:
-                    split_kv = split_for(shape, fuse_n, tile_kv, arch, per_unit)
-                    grid.append(_config(fuse_n, dot_n, mma_m, tile_kv, split_kv, num_warps, num_stages, arch))
-            for per_unit in (4, 8):
-                split_kv = split_for(shape, fuse_n, 64, arch, per_unit)
-                grid.append(_config(fuse_n, dot_n, "heads", 64, split_kv, 4, 3, arch))
+                for split_kv in splits[tile_kv]:
+                    grid.append(_config(fuse_n, dot_n, mma_m, tile_kv, split_kv, num_warps, num_stages, arch.vendor))
+            for split_kv in few:
+                grid.append(_config(fuse_n, dot_n, "heads", 64, split_kv, 4, 3, arch.vendor))
     return grid
 
 
@@ -97,11 +102,12 @@ def default_config(shape: Shape, arch: Arch) -> Config | None:
     else:
         fuse_n = shape.next_n
     split_kv = split_for(shape, fuse_n, 64, arch, SPLIT_TARGETS[0])
-    return _config(fuse_n, min(2, fuse_n), "kv", 64, split_kv, 4, 5, arch)
+    return _config(fuse_n, min(2, fuse_n), "kv", 64, split_kv, 4, 5, arch.vendor)
 
 
+@functools.lru_cache(maxsize=16384)  # making one anew takes longer than all else that is done with it
 def _config(
-    fuse_n: int, dot_n: int, mma_m: str, tile_kv: int, split_kv: int, num_warps: int, num_stages: int, arch: Arch
+    fuse_n: int, dot_n: int, mma_m: str, tile_kv: int, split_kv: int, num_warps: int, num_stages: int, vendor: str
 ) -> Config:
     return Config(
         kernel="portable",
@@ -112,6 +118,6 @@ def _config(
         split_kv=split_kv,
         num_warps=num_warps,
         # AMD's pipeliner takes two stages well and more badly; LDS is smaller, too.
-        num_stages=2 if arch.vendor == "amd" else num_stages,
-        waves_per_eu=2 if arch.vendor == "amd" else 0,
+        num_stages=2 if vendor == "amd" else num_stages,
+        waves_per_eu=2 if vendor == "amd" else 0,
     )

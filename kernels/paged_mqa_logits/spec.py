@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -161,9 +162,11 @@ def space(kernel: str) -> Space:
 
 
 @functools.cache
-def _unread(kernel: str) -> tuple[tuple[str, Any], ...]:
-    """Config fields that a kernel does not read, each with the value that it must have."""
-    return tuple((name, getattr(_NEUTRAL, name)) for name in CONFIG_FIELDS if name not in space(kernel).READS)
+def _unread(kernel: str) -> tuple[tuple[str, ...], Callable[[Config], Any], Any]:
+    """Config fields that a kernel does not read, how they are read all at once, and what they must be."""
+    names = tuple(name for name in CONFIG_FIELDS if name not in space(kernel).READS)
+    values: Callable[[Config], Any] = operator.attrgetter("kernel", *names)  # two at least, for a tuple
+    return names, values, (kernel, *(getattr(_NEUTRAL, name) for name in names))
 
 
 def is_valid(shape: Shape, config: Config, arch: Arch) -> str | None:
@@ -173,9 +176,10 @@ def is_valid(shape: Shape, config: Config, arch: Arch) -> str | None:
     own = space(config.kernel)
     if not own.runs_on(arch):
         return f"kernel {config.kernel} does not run on {arch.name} ({arch.isa})"
-    for name, neutral in _unread(config.kernel):
-        if getattr(config, name) != neutral:
-            return f"kernel {config.kernel} does not read {name}: it must be {neutral!r}"
+    names, values, neutral = _unread(config.kernel)
+    if names and (given := values(config)) != neutral:
+        at = next(at for at, value in enumerate(given) if value != neutral[at])
+        return f"kernel {config.kernel} does not read {names[at - 1]}: it must be {neutral[at]!r}"
     if not 1 <= config.fuse_n <= shape.next_n:
         return f"fuse_n must be 1 to next_n ({shape.next_n}), got {config.fuse_n}"
     if not _is_power_of_two(config.dot_n) or config.dot_n > config.fuse_n:
@@ -191,15 +195,46 @@ def is_valid(shape: Shape, config: Config, arch: Arch) -> str | None:
     return own.why_invalid(shape, config, arch)
 
 
-def candidates(shape: Shape, arch: Arch) -> list[Config]:
-    """Every config worth measuring or choosing for this shape, valid and without repeats, the default first."""
-    found: dict[Config, None] = {default_config(shape, arch): None}
-    for kernel in SPACES:
-        if space(kernel).runs_on(arch):
-            for config in space(kernel).candidates(shape, arch):
-                if is_valid(shape, config, arch) is None:
-                    found[config] = None
-    return list(found)
+# What `candidates` remembers for a caller: by the fields of a shape that kernels are compiled for, the valid configs,
+# each the one object that stands for its equals, and None for the others. `is_valid` reads no other field of a shape,
+# but for its limit on programs.
+Verdicts = dict[tuple[Any, ...], dict[Config, Config | None]]
+MOST_VERDICTS = (64, 8192)  # kinds of shape, and configs of each
+
+
+def candidates(shape: Shape, arch: Arch, verdicts: Verdicts | None = None) -> list[Config]:
+    """Every config worth measuring or choosing for this shape, valid and without repeats, the default first.
+
+    `verdicts`, if given, is kept between calls with the same arch, and makes them fast.
+    """
+    default = default_config(shape, arch)
+    grid = [
+        config for kernel in SPACES if space(kernel).runs_on(arch) for config in space(kernel).candidates(shape, arch)
+    ]
+    known: dict[Config, Config | None] = {} if verdicts is None else _verdicts_of(shape, verdicts)
+    if shape.batch_size * shape.next_n * max((config.split_kv for config in grid), default=1) >= 1 << 31:
+        known = {}
+    default = known.setdefault(default, default) or default
+    found = {id(default): default}
+    for config in grid:
+        try:
+            valid = known[config]
+        except KeyError:
+            valid = known[config] = config if is_valid(shape, config, arch) is None else None
+        if valid is not None:
+            found[id(valid)] = valid
+    return list(found.values())
+
+
+def _verdicts_of(shape: Shape, verdicts: Verdicts) -> dict[Config, Config | None]:
+    """Those for the kind of this shape. Both levels are emptied when they are full."""
+    kind = (shape.next_n, shape.heads, shape.head_dim, shape.block_kv, shape.cache_layout)
+    known = verdicts.get(kind)
+    if known is None or len(known) > MOST_VERDICTS[1]:
+        if len(verdicts) >= MOST_VERDICTS[0]:
+            verdicts.clear()
+        known = verdicts[kind] = {}
+    return known
 
 
 def default_config(shape: Shape, arch: Arch) -> Config:
