@@ -5,7 +5,7 @@ The repository root is the package `tilewise`, which setuptools' own discovery c
 
 from setuptools import find_packages, setup
 
-FOLDERS = ("data", "dispatch", "kernels", "models")
+FOLDERS = ("data", "dispatch", "kernels", "models", "service")
 
 setup(
     script_name="setup.py",  # said aloud, so that the root package does not take in this file as a module

@@ -21,18 +21,22 @@ import pytest
 import tilewise
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("data", "dispatch", "kernels", "models")
+FOLDERS = ("data", "dispatch", "kernels", "models", "service")
 # What an import of the selector must do without; each is an extra, or comes with one.
 EXTRAS: tuple[str, ...] = (
+    "alembic",
     "fastapi",
     "joblib",
     "matplotlib",
     "pandas",
+    "prometheus_client",
+    "psycopg",
     "pyarrow",
     "pydantic",
     "rich",
     "scipy",
     "sklearn",
+    "sqlalchemy",
     "starlette",
 )
 EXTRAS += ("torch", "triton", "uvicorn")
@@ -134,10 +138,11 @@ def test_data_and_specs_load_no_torch(tmp_path: Path) -> None:
 
 # Each layer, and the layers it must not know of. Numbers flow kernels -> data -> models -> dispatch -> server.
 UPWARD = {
-    "kernels": ("data", "models", "dispatch", "server", "cli"),
-    "data": ("models", "dispatch", "server", "cli"),
-    "models": ("dispatch", "server", "cli"),
-    "dispatch": ("server", "cli"),
+    "kernels": ("data", "models", "dispatch", "service", "server", "cli"),
+    "data": ("models", "dispatch", "service", "server", "cli"),
+    "models": ("dispatch", "service", "server", "cli"),
+    "dispatch": ("service", "server", "cli"),
+    "service": ("server", "cli"),
 }
 # The measuring harness writes profiles; the op without a config asks the selector, when it is called.
 ALLOWED = {
@@ -200,7 +205,14 @@ def contents(wheel: Path) -> set[str]:
 
 def test_wheel_holds_the_package_and_nothing_else(wheel: Path, checkout: Path) -> None:
     expected = {f"tilewise/{path.relative_to(checkout)}" for path in modules(checkout).values()} | {"tilewise/py.typed"}
-    for pattern in ("data/profiles/*/*.parquet", "data/published/*", "data/audit/*", "models/fitted/**/*"):
+    shipped = (
+        "data/profiles/*/*.parquet",
+        "data/published/*",
+        "data/audit/*",
+        "models/fitted/**/*",
+        "service/dashboard/*",
+    )
+    for pattern in shipped:
         expected |= {f"tilewise/{path.relative_to(checkout)}" for path in checkout.glob(pattern) if path.is_file()}
     assert contents(wheel) == expected
 

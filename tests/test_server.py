@@ -25,7 +25,7 @@ from tilewise.errors import TilewiseError  # noqa: E402
 from tilewise.kernels.arch import ARCHS  # noqa: E402
 from tilewise.kernels.paged_mqa_logits import spec  # noqa: E402
 from tilewise.server import MODEL_HEADER, create_app  # noqa: E402
-from tilewise.server_problems import MAX_BODY_BYTES  # noqa: E402
+from tilewise.service.access import MAX_BODY_BYTES  # noqa: E402
 
 SHAPE = {"batch_size": 16, "next_n": 6, "heads": 32, "max_context_len": 32768}
 POSTS = ("/v1/select", "/v1/rank", "/v1/explain")

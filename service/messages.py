@@ -19,6 +19,17 @@ _DOC = {column.name: column.doc for column in COLUMNS}
 # Decode of DeepSeek-V4.1-Flash with 5 draft tokens.
 _EXAMPLE: JsonDict = {"arch": "h200", "batch_size": 16, "next_n": 6, "heads": 32, "max_context_len": 131072}
 
+_BATCH_EXAMPLE: JsonDict = {
+    "arch": "h200",
+    "shapes": [{name: value for name, value in _EXAMPLE.items() if name != "arch"}] * 2,
+}
+_SHAPES_EXAMPLE: JsonDict = {
+    "arch": "h200",
+    "shapes": [{"launches": 1200, **{name: value for name, value in _EXAMPLE.items() if name != "arch"}}],
+}
+MAX_BATCH = 10_000
+MAX_COMPARED = 1000
+
 
 def _one_of(*allowed: int) -> Any:
     def check(value: int) -> int:
@@ -30,17 +41,11 @@ def _one_of(*allowed: int) -> Any:
     return AfterValidator(check)
 
 
-class LaunchRequest(BaseModel):
-    """A launch shape, and the GPU that it is for."""
+class ShapeFields(BaseModel):
+    """A launch shape."""
 
-    model_config = ConfigDict(
-        strict=True,
-        extra="forbid",
-        json_schema_extra={"examples": [_EXAMPLE]},
-    )
+    model_config = ConfigDict(strict=True, extra="forbid")
 
-    op: Literal["paged_mqa_logits"] = Field("paged_mqa_logits", description=_DOC["op"])
-    arch: str | None = Field(None, max_length=64, description="GPU, as in /readyz; the service's first when left out")
     batch_size: int = Field(ge=0, le=spec.MAX_BATCH_SIZE, description=_DOC["batch_size"])
     next_n: int = Field(ge=1, le=spec.MAX_NEXT_N, description=_DOC["next_n"])
     heads: Annotated[int, _one_of(*spec.HEADS)] = Field(
@@ -61,6 +66,66 @@ class LaunchRequest(BaseModel):
     def shape(self) -> spec.Shape:
         """The shape asked about; InvalidShapeError where two values do not go together."""
         return spec.Shape(**{name: getattr(self, name) for name in spec.SHAPE_FIELDS})
+
+
+class _Target(BaseModel):
+    """What a request is about."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    op: Literal["paged_mqa_logits"] = Field("paged_mqa_logits", description=_DOC["op"])
+    arch: str | None = Field(None, max_length=64, description="GPU, as in /readyz; the service's first when left out")
+
+
+class LaunchRequest(ShapeFields, _Target):
+    """A launch shape, and the GPU that it is for."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [_EXAMPLE]})
+
+
+def _listed(model: type[BaseModel]) -> Any:
+    """A list of objects that the handler judges, described by a model. One by one, pydantic would take too long."""
+    schema = model.model_json_schema()
+    item: JsonDict = {name: schema[name] for name in ("type", "properties", "required", "additionalProperties")}
+    return lambda described: described.update(items=item)
+
+
+class BatchRequest(_Target):
+    """Launch shapes, and the GPU that they are for."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [_BATCH_EXAMPLE]})
+
+    shapes: list[dict[str, Any]] = Field(
+        min_length=1, max_length=MAX_BATCH, description="launch shapes", json_schema_extra=_listed(ShapeFields)
+    )
+
+
+class CountedShape(ShapeFields):
+    """A launch shape, and how often it was launched."""
+
+    launches: int = Field(1, ge=1, description="launches since the last time")
+
+
+class ShapesRequest(_Target):
+    """Launches of an engine, by shape, and the GPU that it runs on."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [_SHAPES_EXAMPLE]})
+
+    shapes: list[dict[str, Any]] = Field(
+        min_length=1, max_length=MAX_BATCH, description="shapes and launches", json_schema_extra=_listed(CountedShape)
+    )
+
+
+class CompareRequest(_Target):
+    """Two models, and shapes to ask them about."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"old": "current", "new": "current", **_BATCH_EXAMPLE}]})
+
+    old: str = Field("current", max_length=64, description="digest of a stored model, or `current`")
+    new: str = Field("current", max_length=64, description="digest of a stored model, or `current`")
+    shapes: list[dict[str, Any]] = Field(
+        min_length=1, max_length=MAX_COMPARED, description="launch shapes", json_schema_extra=_listed(ShapeFields)
+    )
 
 
 class RankRequest(LaunchRequest):
@@ -86,6 +151,16 @@ class SelectAnswer(BaseModel):
     regime: RegimeName = Field(description="inside what was measured, or beyond it")
     reason: str
     model_id: str | None = Field(description="null where there is no model")
+
+
+class BatchAnswer(BaseModel):
+    """Decisions, and which shape has which."""
+
+    op: str
+    arch: str
+    model_id: str | None = Field(description="of all decisions; null where there is no model")
+    decisions: list[Decision]
+    index: list[int] = Field(description="for each shape asked for, its place in `decisions`")
 
 
 class RankAnswer(BaseModel):

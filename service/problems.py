@@ -1,4 +1,4 @@
-"""Errors of the REST service as problem details (RFC 9457), and the limit on bodies."""
+"""Errors of the REST service as problem details (RFC 9457)."""
 
 from __future__ import annotations
 
@@ -8,27 +8,31 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from http import HTTPStatus
 from typing import Any
 
-from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException as StarletteHTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tilewise.data.records import shorten
 from tilewise.errors import InvalidShapeError, TilewiseError
 from tilewise.kernels.paged_mqa_logits.spec import SHAPE_FIELDS
+from tilewise.service.catalogue import CatalogueError
 
-MAX_BODY_BYTES = 1 << 16
 MAX_NAMED = 16  # fields at fault that a problem's text names; a body may hold thousands
 PROBLEM = "application/problem+json"
 # Documented for every route.
 ERRORS = {
+    401: "A token is needed",
+    403: "The token's scope is too small, or the request is from a page of another host",
+    408: "The body did not come in time",
     413: "The body is too large",
-    415: "The body is not JSON",
+    415: "The body is of another media type",
     422: "A value is at fault; `errors` names its field",
+    429: "Too many requests; `Retry-After` says when to come again",
     500: "The service failed",
+    503: "The catalogue does not answer; selections do",
 }
 
 Headers = Callable[[], Mapping[str, str]]  # of every answer that names no GPU
@@ -66,7 +70,6 @@ def add_problems(
 
     `also_wrong` adds, to what the request model finds in a body, the fields at fault that it cannot judge.
     """
-    app.add_middleware(LimitBody, common=common)
     app.router.route_class = StrictRoute
     plain = app.openapi
 
@@ -76,8 +79,11 @@ def add_problems(
         for path in described["paths"].values():
             for operation in path.values():
                 for status, response in operation["responses"].items():
-                    if status >= "400" and "application/json" in response.get("content", {}):
-                        response["content"][PROBLEM] = response["content"].pop("application/json")
+                    if status >= "400":
+                        response["content"] = {PROBLEM: {"schema": {"$ref": "#/components/schemas/Problem"}}}
+        bearer = {"type": "http", "scheme": "bearer", "description": "needed where the service asks for tokens"}
+        described["components"]["securitySchemes"] = {"token": bearer}
+        described["security"] = [{}, {"token": []}]
         return described
 
     app.openapi = documented  # type: ignore[method-assign]
@@ -91,7 +97,7 @@ def add_problems(
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         if any(isinstance(e.get("input"), bytes) for e in error.errors()):  # a body that FastAPI did not take for JSON
             return problem(415, "Content-Type must be application/json")
-        found = [_field_error(e) for e in error.errors()]
+        found = [field_error(e) for e in error.errors()]
         named = [field for field, _ in found]
         found += [one for one in also_wrong(error.body) if one[0] not in named]
         return problem(422, "; ".join(f"{field}: {message}" for field, message in found[:MAX_NAMED]), found)
@@ -99,6 +105,10 @@ def add_problems(
     @app.exception_handler(FieldProblem)
     async def invalid_field(request: Request, error: FieldProblem) -> Response:
         return problem(422, str(error), error.errors)
+
+    @app.exception_handler(CatalogueError)
+    async def no_catalogue(request: Request, error: CatalogueError) -> Response:
+        return problem(503, str(error), headers={"Retry-After": "5"})
 
     @app.exception_handler(TilewiseError)
     async def refused(request: Request, error: TilewiseError) -> Response:
@@ -116,7 +126,7 @@ def add_problems(
         return problem(500, "The service failed; its log says more")  # uvicorn logs the traceback
 
 
-def _field_error(error: Mapping[str, Any]) -> tuple[str, str]:
+def field_error(error: Mapping[str, Any]) -> tuple[str, str]:
     """(field, message) of what pydantic reports; the value itself is shown as text, since JSON has no nan."""
     field = ".".join(str(part) for part in error["loc"][1:])
     if error["type"] == "json_invalid":
@@ -178,30 +188,3 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _int(text: str) -> int | float:
     # Python makes no int of thousands of digits; as infinity, its field is named like any other that is out of range.
     return int(text) if len(text) < 100 else math.inf
-
-
-class LimitBody:
-    """Middleware that answers 413 to a body over MAX_BODY_BYTES, whether its length is announced or not."""
-
-    def __init__(self, app: ASGIApp, common: Headers) -> None:
-        self._app, self._common = app, common
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        too_large = HTTPException(413, f"The body must have at most {MAX_BODY_BYTES} bytes")
-        announced = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
-        if not announced.isdigit() or int(announced) > MAX_BODY_BYTES:
-            response = problem_response(too_large.status_code, too_large.detail, headers=self._common())
-            return await response(scope, receive, send)
-        left = MAX_BODY_BYTES
-
-        async def counted() -> Message:
-            nonlocal left
-            message = await receive()
-            left -= len(message.get("body", b""))
-            if left < 0:
-                raise too_large  # FastAPI lets its own exceptions through where it reads the body
-            return message
-
-        await self._app(scope, counted, send)

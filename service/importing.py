@@ -1,0 +1,84 @@
+"""The process that checks an uploaded file and stores its good rows, so that the web workers go on answering."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from tilewise.errors import InvalidProfileError, TilewiseError
+from tilewise.service.processes import be_nice, die_with_parent, module_command
+from tilewise.service.settings import Settings
+
+
+class ImportFailedError(TilewiseError, RuntimeError):
+    """The process that checks uploads died."""
+
+
+async def import_apart(path: Path, settings: Settings, options: dict[str, Any]) -> dict[str, Any]:
+    """What became of an uploaded file's rows, as `ImportReport.to_dict`.
+
+    Raises InvalidProfileError where the file as a whole cannot be read.
+    """
+    command = module_command("tilewise.service.importing", str(path), str(os.getpid()), json.dumps(options))
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "TILEWISE_HOME": str(settings.home), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    try:
+        out, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode:
+        raise ImportFailedError(f"the process that checks the file ended with code {process.returncode}")
+    answer: dict[str, Any] = json.loads(out)
+    if "refused" in answer:
+        raise InvalidProfileError(answer["refused"])
+    return answer
+
+
+def import_here(path: Path, settings: Settings, options: dict[str, Any]) -> dict[str, Any]:
+    """The same in this process."""
+    from tilewise.data.store import import_file
+
+    check_rows(path, settings.max_upload_rows)
+    return import_file(path, settings.home).to_dict()
+
+
+def check_rows(path: Path, most: int) -> None:
+    """Refuse a file with more rows than are taken, before any is read."""
+    with path.open("rb") as file:
+        if file.read(4) != b"PAR1":
+            file.seek(0)
+            rows = sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(1 << 20), b""))
+        else:
+            from tilewise.data.convert import require_pyarrow
+
+            pa, pq = require_pyarrow()
+            try:
+                rows = pq.read_metadata(path).num_rows
+            except (pa.ArrowException, OSError, ValueError) as error:
+                raise InvalidProfileError(f"the file is not Parquet that can be read: {error}") from error
+    if rows > most:
+        raise InvalidProfileError(f"a file must have at most {most} rows, got {rows}")
+
+
+def main() -> int:
+    """Import the file that the arguments name, and print the report as JSON."""
+    path, parent, options = sys.argv[1:]
+    die_with_parent(int(parent), signal.SIGKILL)
+    settings = Settings.from_env()
+    be_nice(settings.job_nice)
+    try:
+        answer = import_here(Path(path), settings, json.loads(options))
+    except TilewiseError as error:
+        # The path is ours, and nobody else's business.
+        answer = {"refused": str(error).replace(path, "the file")}
+    sys.stdout.write(json.dumps(answer))
+    return 0
