@@ -61,7 +61,8 @@ class Case:
     block_kv: int = 64
     more: dict[str, Any] = field(default_factory=dict)
     q_gap: int = 0  # unused bytes between one query token and the next
-    weights_gap: int = 0  # unused weights before the first row and between rows
+    weights_gap: int = 0  # unused weights between rows
+    weights_at: int = 0  # and before the first
     runs: int = 3
 
     @property
@@ -99,26 +100,15 @@ def cases() -> list[Case]:
         (7, cfg(4, 2)), (7, cfg(7, 2, 2, 2)), (8, cfg(8, 2)), (8, cfg(8, 2, 4, 4)), (8, cfg(8, 2, 2, 2)),
         (8, cfg(3, 2)), (8, cfg(1, 1, 1, num_stages=4, ctas_per_sm=3)),
     ):  # fmt: skip
-        for epilogue in ("add", "mix", "add-shuffle", "mix-shuffle", "abs", "abs-shuffle", "tf32", "bf16"):
-            if epilogue.endswith("-shuffle") and config.fuse_n < 3:
-                continue  # shuffles differ from three query tokens on
+        for epilogue in ("add", "mix"):
             config = Config.from_dict(config.to_dict() | {"epilogue": epilogue})
             name = f"n{next_n} f{config.fuse_n} g{config.dot_n} c{config.consumers}/{config.token_split} {epilogue}"
             found.append(Case(name, config, next_n))
-    found += [
-        Case(f"two tiles n{n} {e}", cfg(n, min(n, 2), 2, split, tile_kv=128, epilogue=e), n, heads=32, runs=5)
-        for n, split in ((1, 1), (2, 1), (3, 2), (4, 2), (4, 1), (5, 2)) for e in ("add", "abs")
-    ]  # fmt: skip
     found += [Case(f"h32 dot4 n{n}", cfg(n, 4, 2), n, heads=32) for n in (4, 5, 6, 7, 8)]
     found += [Case(f"h16 dot4 n{n}", cfg(n, 4, 3), n, heads=16) for n in (5, 7)]
-    found += [
-        Case(f"d64 n{n} {e}", cfg(n, min(n, 2), epilogue=e), n, head_dim=64) for n in (1, 2, 4) for e in ("add", "abs")
-    ]
-    found += [
-        Case(f"h{h} n{n} abs", cfg(n, 1 if h > 64 else 2, epilogue="abs"), n, heads=h)
-        for h in (16, 32, 128)
-        for n in (2, 3)
-    ]
+    found += [Case(f"d64 n{n}", cfg(n, min(n, 2)), n, head_dim=64) for n in (1, 2, 4, 7)]
+    found += [Case(f"h{h} n{n} dot1", cfg(n, 1), n, heads=h) for h in (16, 32, 128) for n in (2, 3, 6)]
+    found += [Case(f"h64 dot4 n{n}", cfg(n, 4), n) for n in (4, 5)]
     found += [
         Case(f"page {p} d{d} n{n}", cfg(n, 2), n, (300, p, p + 1, p - 1, 4000), 32, d, p, {"table_tail": 0})
         for p in (32, 64, 128, 256) for d in (64, 128) for n in (2, 3)
@@ -140,7 +130,9 @@ def cases() -> list[Case]:
         Case("shorter than next_n", cfg(6, 2), 6, (1, 2, 3, 4, 5)),
         Case("negative length", cfg(2, 2), 2, (-1, 70)),
         Case("q with gaps", cfg(3, 2), 3, q_gap=256),
-        Case("weights with gaps, unaligned", cfg(3, 2), 3, weights_gap=3),
+        Case("weights with gaps", cfg(3, 2), 3, weights_gap=4),
+        Case("weights with unaligned rows", cfg(3, 2), 3, weights_gap=3),
+        Case("weights from an unaligned address", cfg(3, 2), 3, weights_gap=4, weights_at=3),
     ]
     found += [Case(f"all empty {b}", cfg(4, 2), 4, (0,) * b) for b in (1, 31, 32, 33, 64, 256, 257, 1024, 1025)]
     for batch, high in ((63, 400), (65, 400), (255, 300), (300, 300), (1024, 200), (1025, 99), (5000, 66)):
@@ -179,8 +171,9 @@ def check(start: int) -> None:
             kept.copy_(p.q)
             p.q = kept
         if case.weights_gap:
-            wide = torch.zeros(p.weights.shape[0] + 1, case.heads + case.weights_gap, device="cuda").flatten()
-            rows = wide.as_strided(p.weights.shape, (case.heads + case.weights_gap, 1), case.weights_gap)
+            pitch = case.heads + case.weights_gap
+            wide = torch.zeros((p.weights.shape[0] + 1) * pitch, device="cuda")
+            rows = wide.as_strided(p.weights.shape, (pitch, 1), case.weights_at)
             rows.copy_(p.weights)
             p.weights = rows
         traits = traits_of(p.kv_cache, p.weights, p.context_lens)
@@ -209,8 +202,7 @@ def check(start: int) -> None:
         logits = first[: expected.shape[0], : p.logits_width]
         element, norm = worst_error(logits, expected, work)
         guards = first[expected.shape[0] :].isnan().all() and first[:, p.logits_width :].isnan().all()
-        worse = 10 if case.config.epilogue == "bf16" else 2 if case.config.epilogue == "tf32" else 1
-        good = same and bool(guards) and element <= 1e-3 * worse and norm <= 2.5e-4 * worse
+        good = same and bool(guards) and element <= 1e-3 and norm <= 2.5e-4
         say({"index": index, "ok": good, "element": element, "norm": norm, "same": same, "guards": bool(guards)})
 
 
@@ -248,18 +240,15 @@ def to_time(shape: Shape) -> list[Config]:
             continue
         key = (c.fuse_n, c.dot_n, c.consumers, c.token_split, c.ctas_per_sm, c.split_kv if even else 0)
         structures.setdefault(key, c)
+    if shape.heads == 64 and shape.next_n >= 4:  # products wider than the space offers
+        for consumers, token_split, num_stages in ((2, 1, 8), (2, 2, 8), (3, 1, 9)):
+            wide = cfg(shape.next_n, 4, consumers, token_split, num_stages)
+            structures.setdefault((shape.next_n, 4, consumers, token_split, 1, 0), wide)
     whole = [c for c in structures.values() if c.fuse_n == shape.next_n and c.schedule == "balanced"]
     others = [c for c in structures.values() if c not in whole]
     own = []
-    for index, c in enumerate(whole + others[:8]):
-        epilogues = ["add", "abs"]
-        if c in whole:
-            epilogues += ["mix", "abs-shuffle"] if index < 6 else []
-            epilogues += ["add-shuffle", "tf32", "bf16"] if index < 3 else []
-        if c.schedule == "even":
-            epilogues = ["add"]
-        elif c in whole and (c.consumers, c.token_split) in ((2, 1), (2, 2), (3, 3)):
-            own += [Config.from_dict(c.to_dict() | {"tile_kv": 128, "epilogue": e}) for e in ("add", "abs")]
+    for c in whole + others[:8]:
+        epilogues = ["add"] if c.schedule == "even" else ["add", "mix"]
         own += [Config.from_dict(c.to_dict() | {"epilogue": e}) for e in epilogues]
     own = [c for c in dict.fromkeys(own) if space.why_invalid(shape, c, arch) is None]
     listed = dict.fromkeys(portable_space.candidates(shape, arch))
@@ -321,7 +310,7 @@ def timings(start: int, rounds: int = 7) -> None:
                     if expected is None:
                         expected = got
                     off = float((got - expected).norm() / expected.norm())
-                    if off > (1e-2 if config.epilogue == "bf16" else 1e-3):
+                    if off > 1e-3:
                         say({"index": index, "config": str(config), "wrong": off})
                         continue
                     graph = torch.cuda.CUDAGraph()
@@ -533,18 +522,15 @@ def table(name: str, line: dict[str, Any]) -> None:
     rows = line["rows"]
     plain = [row for row in rows if row[2]["kernel"] == "portable"]
     own = [row for row in rows if row[2]["kernel"] == "sm90"]
-    exact = [row for row in own if row[2]["epilogue"] not in ("tf32", "bf16")]
-    if not plain or not exact:
-        print(f"{name}: nothing to compare ({len(plain)} portable, {len(exact)} sm90)")
+    if not plain or not own:
+        print(f"{name}: nothing to compare ({len(plain)} portable, {len(own)} sm90)")
         return
     print(
-        f"{name}: floor {line['floor_us']:.1f}, portable {plain[0][0]:.1f}, sm90 {exact[0][0]:.1f} "
-        f"({plain[0][0] / exact[0][0]:.3f}x, {100 * line['floor_us'] / exact[0][0]:.0f} % of floor)"
+        f"{name}: floor {line['floor_us']:.1f}, portable {plain[0][0]:.1f}, sm90 {own[0][0]:.1f} "
+        f"({plain[0][0] / own[0][0]:.3f}x, {100 * line['floor_us'] / own[0][0]:.0f} % of floor)"
     )
-    for epilogue in ("add", "mix", "add-shuffle", "abs", "abs-shuffle", "tf32", "bf16"):
-        best = [row for row in own if row[2]["epilogue"] == epilogue][: 3 if epilogue in ("add", "abs") else 1]
-        for row in best:
-            print(f"    {row[0]:8.2f}  {row[1].removeprefix('sm90 ')}")
+    for row in own[:8]:
+        print(f"    {row[0]:8.2f}  {row[1].removeprefix('sm90 ')}")
 
 
 if __name__ == "__main__":

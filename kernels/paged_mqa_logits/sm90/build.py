@@ -6,7 +6,7 @@ from typing import Any
 
 from tilewise.kernels.paged_mqa_logits.sm90 import compat, space
 from tilewise.kernels.paged_mqa_logits.sm90.kernels import _paged_mqa_logits_kernel
-from tilewise.kernels.paged_mqa_logits.sm90.pieces import TILE_KV, weights_pitch
+from tilewise.kernels.paged_mqa_logits.sm90.pieces import group_sizes, weights_pitch
 from tilewise.kernels.paged_mqa_logits.spec import Config, Shape
 
 # Requests that one step of the device-side schedule counts; the smallest that covers the batch, or the largest.
@@ -51,10 +51,9 @@ def constants(shape: Shape, config: Config, lens_2d: bool) -> dict[str, Any]:
         "KEEP_WEIGHTS": space.keeps_weights(shape, config),
         "BALANCED": balanced,
         "LENS_2D": lens_2d and shape.next_n > 1,
-        "TILES": config.tile_kv // TILE_KV,
         "CHUNK": min(covered, CHUNKS[-1]) if balanced else 32,
         "CHUNKS": balanced and covered > CHUNKS[-1],
-        "SECOND_SLOTS": space.second_slots(config),
+        "Q_TOKENS": space.q_tokens(shape, config),
         "CONSUMER_REGISTERS": space.CONSUMER_REGISTERS[config.consumers],
     }
 
@@ -65,20 +64,36 @@ def options(config: Config) -> dict[str, Any]:
     return {"num_warps": 4} if registers is None else {"num_warps": 4, "maxnreg": registers}
 
 
-def boxes(shape: Shape) -> dict[str, tuple[str, list[int]]]:
-    """Element type and box of each TMA descriptor, in the order of the kernel's arguments."""
+def boxes(shape: Shape, config: Config) -> dict[str, tuple[str, list[int]]]:
+    """Element type and box of each TMA descriptor, in the order of the kernel's arguments.
+
+    One for query tokens in pieces of each size that occurs: of every 8 rows of a box, 8 / size heads of each token.
+    """
     rows = min(64, shape.block_kv)
-    return {
+    found: dict[str, tuple[str, list[int]]] = {
         "k_desc": ("fp8e4nv", [1, rows, shape.head_dim]),
         "scale_desc": ("fp32", [1, rows]),
-        "q_desc": ("fp8e4nv", [1, 1, shape.heads, shape.head_dim]),
-        "weights_desc": ("fp32", [weights_pitch(shape.heads)]),
     }
+    for size in group_sizes(shape.next_n, config.fuse_n, config.dot_n, config.token_split):
+        box = [1, shape.heads * size // 8, size, 8 // size, shape.head_dim]
+        found[f"q{size}_desc"] = ("fp8e4nv", box)
+    found["weights_desc"] = ("fp32", [weights_pitch(shape.heads)])
+    return found
+
+
+DESCRIPTORS = ("k_desc", "scale_desc", "q4_desc", "q2_desc", "q1_desc", "weights_desc")  # in the kernel's order
+
+
+def descriptors_present(shape: Shape, config: Config) -> tuple[bool, ...]:
+    """Which of DESCRIPTORS the kernel takes; the others are None."""
+    given = boxes(shape, config)
+    return tuple(name in given for name in DESCRIPTORS)
 
 
 def compile_kernel(shape: Shape, config: Config, lens_2d: bool, target: Any = None) -> Any:
     """The kernel for this shape, config and kind of lengths, compiled for `target` or else for the current GPU."""
-    types = {name: compat.descriptor_type(*box) for name, box in boxes(shape).items()} | ARGUMENTS
+    types = {name: compat.descriptor_type(*box) for name, box in boxes(shape, config).items()} | ARGUMENTS
+    absent = {name: None for name in DESCRIPTORS if name not in types}
     return compat.compile_kernel(
-        _paged_mqa_logits_kernel, types, constants(shape, config, lens_2d), options(config), target
+        _paged_mqa_logits_kernel, types, constants(shape, config, lens_2d) | absent, options(config), target
     )

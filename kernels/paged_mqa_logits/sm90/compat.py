@@ -58,7 +58,8 @@ class Launch:
 
     KEPT = 512  # descriptors; the caches of a serving process are a few, its activations recur
 
-    def __init__(self, kernel: Any, descriptors: int) -> None:
+    def __init__(self, kernel: Any, absent: int) -> None:
+        """`absent` arguments in front of the kernel's constants are None."""
         kernel._init_handles()
         self._function = kernel.function
         self._metadata = kernel.packed_metadata
@@ -70,11 +71,10 @@ class Launch:
             (box["swizzle"], box["elem_size"], to_host[box["elem_type"]], box["block_size"])
             for box in kernel.metadata.tensordesc_meta
         ]
-        if len(self._boxes) != descriptors:
-            raise RuntimeError(f"expected {descriptors} TMA descriptors, the compiled kernel has {len(self._boxes)}")
         self._kept: dict[tuple[Any, ...], list[Any]] = {}
         self._flags = (runner.launch_cooperative_grid, runner.launch_pdl)
-        self._constants = [None] * sum(type_ == "constexpr" for type_ in kernel.src.signature.values())
+        constants = sum(type_ == "constexpr" for type_ in kernel.src.signature.values())
+        self._constants = [None] * (constants - absent)
         if hasattr(runner, "kernel_signature"):  # from 3.7 on, one launcher serves all signatures
             self._launch = utils.launch
             self._shared = (runner.arg_annotations, runner.kernel_signature)

@@ -11,6 +11,7 @@ from torch import Tensor
 from tilewise.errors import InvalidConfigError, InvalidTensorError, UnsupportedError
 from tilewise.kernels.arch import current_arch
 from tilewise.kernels.paged_mqa_logits.sm90 import build, compat
+from tilewise.kernels.paged_mqa_logits.sm90.pieces import group_sizes
 from tilewise.kernels.paged_mqa_logits.spec import SCALE_BYTES, Config, Shape, cdiv, is_valid
 from tilewise.kernels.paged_mqa_logits.traits import Traits
 
@@ -35,13 +36,15 @@ class PreparedLaunch:
         self.config = config
         self.per_token_lens = per_token_lens
         self._device = device
+        self._sizes = group_sizes(shape.next_n, config.fuse_n, config.dot_n, config.token_split)
+        self._present = build.descriptors_present(shape, config)
         self._groups = config.groups(shape.next_n)
         self._split_kv = config.split_kv
         self._balanced = config.schedule == "balanced"
         self._workgroups = arch.compute_units * config.ctas_per_sm
         with torch.cuda.device(device):
             kernel = build.compile_kernel(shape, config, per_token_lens)
-            self._launch = compat.Launch(kernel, len(build.boxes(shape)))
+            self._launch = compat.Launch(kernel, len(self._present) - sum(self._present))
 
     def __call__(
         self,
@@ -53,10 +56,15 @@ class PreparedLaunch:
         out: Tensor,
         max_columns: int,
     ) -> None:
-        weights_first, geometry = descriptors(q, kv_cache, weights)
+        weights_first, geometry = descriptors(q, kv_cache, weights, self._sizes)
         arguments: list[Any] = []
-        for index, (address, dims, strides) in enumerate(geometry):
-            arguments += self._launch.descriptor(index, address, dims, strides)
+        index = 0
+        for present in self._present:
+            if present:
+                arguments += self._launch.descriptor(index, *geometry[index])
+                index += 1
+            else:
+                arguments.append(None)
         batch_size = q.shape[0]
         arguments += (
             block_tables.data_ptr(),
@@ -77,9 +85,11 @@ class PreparedLaunch:
             self._launch(grid, compat.current_stream(self._device), arguments)
 
 
-def descriptors(q: Tensor, kv_cache: Tensor, weights: Tensor) -> tuple[int, list[tuple[int, Dims, Dims]]]:
+def descriptors(
+    q: Tensor, kv_cache: Tensor, weights: Tensor, sizes: tuple[int, ...]
+) -> tuple[int, list[tuple[int, Dims, Dims]]]:
     """How far the first weight is from the address its descriptor starts at, in elements; and address, sizes and
-    strides in elements of the descriptors of K values, K scales, query tokens and weights.
+    strides in elements of the descriptors of K values, K scales, query tokens (a piece of each of `sizes`) and weights.
 
     Strides of dimensions of size 1 may be anything in a tensor, but not in a descriptor.
     """
@@ -97,7 +107,14 @@ def descriptors(q: Tensor, kv_cache: Tensor, weights: Tensor) -> tuple[int, list
     return weights_first, [
         (k_at, (num_blocks, block_kv, head_dim), (page_stride, head_dim, 1)),
         (k_at, (num_blocks, page_bytes // 4), (page_stride // 4, 1)),
-        (q.data_ptr(), (batch_size, next_n, heads, head_dim), (request_stride, token_stride, head_dim, 1)),
+        *(
+            (
+                q.data_ptr(),
+                (batch_size, heads * size // 8, next_n, 8 // size, head_dim),
+                (request_stride, 8 // size * head_dim, token_stride, head_dim, 1),
+            )
+            for size in sizes
+        ),
         (weights_at - unaligned, (weights_span,), (1,)),
     ]
 

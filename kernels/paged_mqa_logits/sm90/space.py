@@ -5,7 +5,14 @@ from __future__ import annotations
 import itertools
 
 from tilewise.kernels.arch import Arch
-from tilewise.kernels.paged_mqa_logits.sm90.pieces import STORE_N, TILE_KV, first_token, piece_count, weights_pitch
+from tilewise.kernels.paged_mqa_logits.sm90.pieces import (
+    QUAD,
+    TILE_KV,
+    first_token,
+    group_sizes,
+    product_count,
+    weights_pitch,
+)
 from tilewise.kernels.paged_mqa_logits.spec import SCALE_BYTES, Config, Shape, cdiv
 
 READS = frozenset(
@@ -15,8 +22,8 @@ READS = frozenset(
     )
 )  # fmt: skip
 
-EPILOGUES = ("add", "mix", "add-shuffle", "mix-shuffle", "abs", "abs-shuffle", "bf16", "tf32")
-SECOND_PRODUCTS = ("bf16", "tf32")  # sum over heads as another matrix product, at less than fp32 precision
+# relu(x) as x + |x|, or half of the columns so and half as max(x, 0), on another pipe.
+EPILOGUES = ("add", "mix")
 # A consumer's registers by their number; the compiler gives the producer 24 and counts it as four warps.
 CONSUMER_REGISTERS = {1: 240, 2: 240, 3: 160, 4: 112}
 REGISTERS_PER_SM = 1 << 16
@@ -39,8 +46,8 @@ def why_invalid(shape: Shape, config: Config, arch: Arch) -> str | None:
         )
     if shape.heads < 16:
         return f"the Hopper kernel needs at least 16 heads, got {shape.heads}"
-    if config.tile_kv not in (TILE_KV, 2 * TILE_KV):
-        return f"tile_kv must be {TILE_KV}, or {2 * TILE_KV} to overlap two tiles, got {config.tile_kv}"
+    if config.tile_kv != TILE_KV:
+        return f"tile_kv must be {TILE_KV}, got {config.tile_kv}"
     if config.num_warps != 4:
         return f"num_warps must be 4, a warpgroup, got {config.num_warps}"
     if config.epilogue not in EPILOGUES:
@@ -53,22 +60,15 @@ def why_invalid(shape: Shape, config: Config, arch: Arch) -> str | None:
     if config.token_split > products:
         return f"token_split must be at most {products}, the products of the smallest group, got {config.token_split}"
     sets = config.consumers // config.token_split
-    least = max(2, config.tile_kv // TILE_KV * sets)  # a consumer that overlaps tiles holds two
-    if config.num_stages < least or config.num_stages % sets:
+    if config.num_stages < 2 or config.num_stages % sets:
         return (
-            f"num_stages must be a multiple of consumers / token_split ({sets}), and at least {least}, got "
+            f"num_stages must be a multiple of consumers / token_split ({sets}), and at least 2, got "
             f"{config.num_stages}"
         )
-    if config.dot_n > STORE_N:
-        return f"dot_n must be at most {STORE_N}, got {config.dot_n}"
+    if config.dot_n > QUAD:
+        return f"dot_n must be at most {QUAD}, got {config.dot_n}"
     if config.dot_n * shape.heads > MAX_COLUMNS:
         return f"dot_n x heads must be at most {MAX_COLUMNS}, got {config.dot_n * shape.heads}"
-    if config.epilogue.startswith("abs") and own_tokens(config) > STORE_N:
-        return f"epilogue {config.epilogue} takes at most {STORE_N} query tokens a consumer, got {own_tokens(config)}"
-    columns = own_tokens(config) * shape.heads
-    most = 64 if config.epilogue.startswith("abs") else 128
-    if config.tile_kv > TILE_KV and columns > most:
-        return f"tile_kv {config.tile_kv} with epilogue {config.epilogue} spills beyond {most} columns, got {columns}"
     if config.schedule == "balanced" and config.split_kv != 1:
         return f"split_kv must be 1 where the schedule is balanced, got {config.split_kv}"
     if not 1 <= config.ctas_per_sm <= 4:
@@ -88,9 +88,15 @@ def own_tokens(config: Config) -> int:
     return max(_parts(config))
 
 
-def most_pieces(config: Config) -> int:
+def most_products(config: Config) -> int:
     """Products a tile takes in the consumer that needs most."""
-    return max(piece_count(tokens, config.dot_n) for tokens in _parts(config))
+    return max(product_count(tokens, config.dot_n) for tokens in _parts(config))
+
+
+def q_tokens(shape: Shape, config: Config) -> int:
+    """Query tokens that a q buffer has room for: those of a group, rounded up to the largest piece."""
+    largest = max(group_sizes(shape.next_n, config.fuse_n, config.dot_n, config.token_split))
+    return cdiv(config.fuse_n, largest) * largest
 
 
 def _parts(config: Config) -> list[int]:
@@ -101,16 +107,14 @@ def _parts(config: Config) -> list[int]:
 
 def in_flight(shape: Shape, config: Config) -> int:
     """Products of one tile that are issued ahead: two where the registers hold them and the weights, else one."""
-    if most_pieces(config) * config.tile_kv == TILE_KV:
+    if most_products(config) == 1:
         return 1
-    return 2 if _registers(shape, config, 2) + _operand_registers(shape, config) <= registers_per_thread(config) else 1
+    return 2 if _registers(shape, config, 2) + _weight_registers(shape, config) <= registers_per_thread(config) else 1
 
 
 def keeps_weights(shape: Shape, config: Config) -> bool:
     """Whether the weights stay in registers from tile to tile."""
-    if config.epilogue in SECOND_PRODUCTS:
-        return False
-    needed = _registers(shape, config, in_flight(shape, config)) + _operand_registers(shape, config)
+    needed = _registers(shape, config, in_flight(shape, config)) + _weight_registers(shape, config)
     return needed <= registers_per_thread(config)
 
 
@@ -131,47 +135,24 @@ def kernel_registers(config: Config) -> int | None:
 
 def estimated_registers(shape: Shape, config: Config) -> int:
     """Registers that a consumer's thread needs at least, about."""
-    needed = _registers(shape, config, in_flight(shape, config))
-    return needed + (_operand_registers(shape, config) if config.epilogue in SECOND_PRODUCTS else 0)
+    return _registers(shape, config, in_flight(shape, config))
 
 
 def _registers(shape: Shape, config: Config, ahead: int) -> int:
-    # Fitted to compiled kernels: the accumulators in flight and those that are stored together, whose epilogues the
-    # compiler mixes; and what addresses, shared memory descriptors (a few for each product) and loop state take.
-    pieces = most_pieces(config) * config.tile_kv // TILE_KV
-    live = min(pieces, STORE_N // config.dot_n + ahead - 1)
-    return live * config.dot_n * shape.heads // 2 + 20 + 6 * pieces + 6 * cdiv(own_tokens(config), STORE_N)
+    # Fitted to compiled kernels: the accumulators in flight, and what addresses, shared memory descriptors (a few for
+    # each product) and loop state take.
+    return ahead * config.dot_n * shape.heads // 2 + 26 + 6 * most_products(config)
 
 
-def _operand_registers(shape: Shape, config: Config) -> int:
-    # Weights of every column, or the relu of one product as the operand of the second.
-    if config.epilogue == "bf16":
-        return config.dot_n * shape.heads // 4
-    if config.epilogue == "tf32":
-        return config.dot_n * shape.heads // 2
-    linear = second_slots(config) // 2 if config.epilogue.startswith("abs") else 0
-    return own_tokens(config) * shape.heads // 4 + linear
-
-
-def second_slots(config: Config) -> int:
-    """Weight tiles of the second product, or columns of the linear half, of a consumer; one idle one otherwise."""
-    if config.epilogue.startswith("abs"):
-        return max(8, 1 << (4 * own_tokens(config) - 1).bit_length())
-    return most_pieces(config) if config.epilogue in SECOND_PRODUCTS else 1
+def _weight_registers(shape: Shape, config: Config) -> int:
+    return own_tokens(config) * shape.heads // 4
 
 
 def shared_memory_bytes(shape: Shape, config: Config) -> int:
-    """Shared memory of a workgroup, or a little more: query tokens, the ring of K tiles, weight tiles, scratch."""
-    slots = 2 * cdiv(config.fuse_n, config.dot_n) * config.dot_n
-    tokens = slots * (shape.heads * shape.head_dim + weights_pitch(shape.heads) * SCALE_BYTES)
+    """Shared memory of a workgroup, or a little more: query tokens, the ring of K tiles, scratch."""
+    each = shape.heads * shape.head_dim + weights_pitch(shape.heads) * SCALE_BYTES
     ring = config.num_stages * (TILE_KV * (shape.head_dim + SCALE_BYTES) + 16)
-    each = 2176  # of a consumer: the quads' transposes
-    if config.epilogue.startswith("abs"):
-        each += second_slots(config) * shape.head_dim * 5 + 768  # the columns, and sums over warps
-    elif config.epilogue in SECOND_PRODUCTS:
-        element = 4 if config.epilogue == "tf32" else 2
-        each += second_slots(config) * 8 * config.dot_n * shape.heads * element
-    return tokens + ring + config.consumers * each
+    return 2 * q_tokens(shape, config) * each + ring + config.consumers * 2176
 
 
 def candidates(shape: Shape, arch: Arch) -> list[Config]:
@@ -185,19 +166,14 @@ def candidates(shape: Shape, arch: Arch) -> list[Config]:
             # (consumers, token_split, num_stages)
             structures = [(2, 1, 6 if small else 8), (3, 1, 9)]
             if whole:
-                structures += [(2, 2, 8), (3, 3, 8), (4, 2, 8), (4, 4, 8)]
+                structures += [(2, 2, 8), (3, 3, 8)]
             for consumers, token_split, num_stages in structures:
                 if token_split > 1 and token_split > cdiv(fuse_n, dot_n):
                     continue  # a consumer would have no product of its own
-                for epilogue in ("add", "mix", "abs"):
-                    if epilogue != "abs" or dot_n == dots[0]:  # narrower products spill with it
-                        found.append(_config(fuse_n, dot_n, consumers, token_split, num_stages, epilogue))
-                if whole and not small and consumers < 4:
-                    for epilogue in ("mix", "abs"):
-                        both = 2 * TILE_KV
-                        found.append(_config(fuse_n, dot_n, consumers, token_split, num_stages, epilogue, tile_kv=both))
+                for epilogue in EPILOGUES:
+                    found.append(_config(fuse_n, dot_n, consumers, token_split, num_stages, epilogue))
         if fuse_n == 1:
-            found += [_config(1, 1, 1, 1, 4, epilogue, ctas_per_sm=3) for epilogue in ("add", "mix", "abs")]
+            found += [_config(1, 1, 1, 1, 4, epilogue, ctas_per_sm=3) for epilogue in EPILOGUES]
         if small:  # no count over the batch: a shorter start
             for per_sm in (1, 2):
                 parts = max(1, shape.batch_size) * cdiv(shape.next_n, fuse_n)
@@ -226,10 +202,10 @@ def default_config(shape: Shape, arch: Arch) -> Config | None:
 
 def _config(
     fuse_n: int, dot_n: int, consumers: int, token_split: int, num_stages: int, epilogue: str, *,
-    tile_kv: int = TILE_KV, split_kv: int = 0, ctas_per_sm: int = 1,
+    split_kv: int = 0, ctas_per_sm: int = 1,
 ) -> Config:  # fmt: skip
     return Config(
-        kernel="sm90", fuse_n=fuse_n, dot_n=dot_n, tile_kv=tile_kv, num_warps=4, num_stages=num_stages,
+        kernel="sm90", fuse_n=fuse_n, dot_n=dot_n, tile_kv=TILE_KV, num_warps=4, num_stages=num_stages,
         epilogue=epilogue, consumers=consumers, token_split=token_split, ctas_per_sm=ctas_per_sm,
         schedule="even" if split_kv else "balanced", split_kv=split_kv or 1,
     )  # fmt: skip

@@ -36,14 +36,12 @@ class Problem:
     STAGES: gl.constexpr
     CONSUMERS: gl.constexpr
     TOKEN_SPLIT: gl.constexpr
-    RELU: gl.constexpr  # form of relu and weighting: "add", "mix", "bf16" or "tf32"
-    SHUFFLE: gl.constexpr  # quads are summed by shuffles, not through shared memory
+    EPILOGUE: gl.constexpr  # form of relu and weighting: "add" or "mix"
     KEEP_WEIGHTS: gl.constexpr  # weights stay in registers from tile to tile
     BALANCED: gl.constexpr
     LENS_2D: gl.constexpr
-    TILES: gl.constexpr  # tiles of a consumer whose products may overlap
     GROUPS: gl.constexpr  # of query tokens of a request
-    Q_TOKENS: gl.constexpr  # that a q buffer has room for: whole products
+    Q_TOKENS: gl.constexpr  # that a q buffer has room for
     WEIGHTS_PITCH: gl.constexpr  # weights between one query token's and the next one's in shared memory
 
     @constexpr_function
@@ -51,7 +49,7 @@ class Problem:
         self, block_tables, lens, out, batch_size, max_columns, table_stride, lens_stride, weights_first,
         weights_stride, out_stride,
         NEXT_N, HEADS, HEAD_DIM, BLOCK_KV, FUSE_N, DOT_N, IN_FLIGHT, STAGES, CONSUMERS, TOKEN_SPLIT, EPILOGUE,
-        KEEP_WEIGHTS, BALANCED, LENS_2D, TILES,
+        KEEP_WEIGHTS, BALANCED, LENS_2D, Q_TOKENS,
     ):  # fmt: skip
         self.block_tables = block_tables
         self.lens = lens
@@ -73,14 +71,12 @@ class Problem:
         self.STAGES = gl.constexpr(STAGES)
         self.CONSUMERS = gl.constexpr(CONSUMERS)
         self.TOKEN_SPLIT = gl.constexpr(TOKEN_SPLIT)
-        self.RELU = gl.constexpr(EPILOGUE.removesuffix("-shuffle"))
-        self.SHUFFLE = gl.constexpr(EPILOGUE.endswith("-shuffle"))
+        self.EPILOGUE = gl.constexpr(EPILOGUE)
         self.KEEP_WEIGHTS = gl.constexpr(KEEP_WEIGHTS)
         self.BALANCED = gl.constexpr(BALANCED)
         self.LENS_2D = gl.constexpr(LENS_2D)
-        self.TILES = gl.constexpr(TILES)
         self.GROUPS = gl.constexpr(-(-NEXT_N // FUSE_N))
-        self.Q_TOKENS = gl.constexpr(-(-FUSE_N // DOT_N) * DOT_N)
+        self.Q_TOKENS = gl.constexpr(Q_TOKENS)
         self.WEIGHTS_PITCH = gl.constexpr(weights_pitch(HEADS))
 
 
@@ -90,21 +86,19 @@ class Buffers:
 
     k: gl.shared_memory_descriptor  # [stages x pages per tile, 1, rows, head_dim], as the copies write it
     k_scale: gl.shared_memory_descriptor  # [stages x pages per tile, 1, rows]
-    q: gl.shared_memory_descriptor  # [2 x q_tokens, 1, 1, heads, head_dim]
+    q: gl.shared_memory_descriptor  # [2 x q_tokens, heads, head_dim], each piece's heads and tokens interleaved
     weights: gl.shared_memory_descriptor  # [2 x q_tokens, weights_pitch]
-    second: gl.shared_memory_descriptor  # weights as the second product wants them, a slot per consumer and piece
     k_full: gl.shared_memory_descriptor
     k_empty: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor
     q_empty: gl.shared_memory_descriptor
 
     @constexpr_function
-    def __init__(self, k, k_scale, q, weights, second, k_full, k_empty, q_full, q_empty):
+    def __init__(self, k, k_scale, q, weights, k_full, k_empty, q_full, q_empty):
         self.k = k
         self.k_scale = k_scale
         self.q = q
         self.weights = weights
-        self.second = second
         self.k_full = k_full
         self.k_empty = k_empty
         self.q_full = q_full
@@ -141,10 +135,10 @@ class Part:
     low: gl.tensor  # from this column on, tiles need masks
     tile: gl.tensor  # where the run begins
     done: gl.tensor  # tiles of the workgroup before the run
-    base: gl.tensor  # of the first query token in the shared buffers
+    slot: gl.tensor  # of the two q buffers
 
     @constexpr_function
-    def __init__(self, request, token, length, extent, low, tile, done, base):
+    def __init__(self, request, token, length, extent, low, tile, done, slot):
         self.request = request
         self.token = token
         self.length = length
@@ -152,4 +146,4 @@ class Part:
         self.low = low
         self.tile = tile
         self.done = done
-        self.base = base
+        self.slot = slot
