@@ -85,6 +85,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--role", default="ours", choices=("ours", "sm90", "portable", "select"), help="summary: whose")
     parser.add_argument("--json", action="store_true", help="summary: JSON only")
     parser.add_argument("--table", action="store_true", help="summary: the table of all entries, too")
+    parser.add_argument("--peer-times", type=Path, help="summary: also write what the drop-in prefers by, here")
     parser.add_argument("--marker", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--deadline", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
@@ -198,6 +199,10 @@ def summarise(args: argparse.Namespace) -> int:
     """Print what the rows come to."""
     rows = rows_file.read(args.out)
     found = summary.figures(rows, args.role)
+    if args.peer_times:
+        from tilewise.dispatch.integrations.deep_gemm_times import COLUMNS
+
+        rows_file.write_table(args.peer_times, summary.peer_times(rows, args.role), COLUMNS)
     host = json.loads(rows_file.HOST.read_text(encoding="utf-8")) if rows_file.HOST.exists() else None
     if args.json:
         print(json.dumps(found | {"host": host}, indent=1))

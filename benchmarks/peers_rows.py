@@ -42,6 +42,14 @@ def append(path: Path, rows: Iterable[dict[str, Any]]) -> None:
         os.fsync(file.fileno())
 
 
+def write_table(path: Path, rows: list[dict[str, Any]], columns: tuple[str, ...]) -> None:
+    """A CSV file of these rows."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
 def read(path: Path) -> list[dict[str, Any]]:
     """Rows with numbers as numbers and empty fields as None; none where the file is missing.
 

@@ -200,6 +200,23 @@ def figures(rows: Sequence[dict[str, Any]], role: str = "ours") -> dict[str, Any
     return rounded
 
 
+def peer_times(rows: Sequence[dict[str, Any]], role: str) -> list[dict[str, Any]]:
+    """DeepGEMM's time in its native mode beside ours, in the columns of tilewise.dispatch.integrations."""
+    return [
+        {
+            "heads": result.shape.heads,
+            "next_n": result.shape.next_n,
+            "batch_size": result.shape.batch_size,
+            "max_context_len": result.shape.max_context_len,
+            "mean_context_len": result.shape.mean_context_len,
+            "deep_gemm_us": round(result.modes[result.shape.next_n], 3),
+            "tilewise_us": round(result.us[role], 3),
+        }
+        for result in results(rows).values()
+        if role in result.us and result.shape.next_n in result.modes
+    ]
+
+
 def _rounded(value: Any) -> Any:
     if isinstance(value, float):
         return round(value, 4)

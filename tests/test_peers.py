@@ -1,4 +1,4 @@
-"""benchmarks/peers.py without a GPU: what it would time, how DeepGEMM is called, what becomes of rows and breakdowns."""
+"""benchmarks/peers.py without a GPU: what it times, how it calls DeepGEMM, what becomes of rows and breakdowns."""
 
 from __future__ import annotations
 

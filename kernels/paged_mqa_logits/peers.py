@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 from types import ModuleType
 from typing import Any
 
@@ -26,11 +27,20 @@ TOKENS = (4, 2, 1)  # query tokens of a row that its Hopper kernel takes
 ROW_ALIGNMENT = 256  # fp32 columns: rows start at multiples of 1024 bytes
 
 
+def packages() -> list[str]:
+    """Where DeepGEMM may be, the copy that is loaded first: two cannot be loaded, since both register its operators.
+
+    vLLM's copy counts only where vLLM is loaded: looking for it would load all of vLLM.
+    """
+    usable = [name for name in PACKAGES if name == PACKAGES[0] or "vllm" in sys.modules]
+    return sorted(usable, key=lambda name: name not in sys.modules)
+
+
 def installed() -> bool:
-    """Whether DeepGEMM could be imported; imports nothing but its parents."""
-    for name in PACKAGES:
+    """Whether DeepGEMM is there to be imported; imports nothing."""
+    for name in packages():
         try:
-            if importlib.util.find_spec(name) is not None:
+            if name in sys.modules or importlib.util.find_spec(name) is not None:
                 return True
         except (ImportError, ValueError):
             continue
@@ -40,7 +50,7 @@ def installed() -> bool:
 def deep_gemm() -> ModuleType:
     """DeepGEMM's module. Raises UnsupportedError where there is none, or one without this op."""
     reasons = []
-    for name in PACKAGES:
+    for name in packages():
         try:
             module = importlib.import_module(name)
         except Exception as error:  # a missing library or another torch: not there, as far as this op goes
