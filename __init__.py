@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from tilewise.dispatch.selector import Decision, Selector, explain, rank, select
+    from tilewise.dispatch.selector import Context, Decision, Selector, explain, rank, select, write_shapes
     from tilewise.errors import TilewiseError
     from tilewise.kernels.arch import Arch
     from tilewise.kernels.paged_mqa_logits.launch import paged_mqa_logits, warm_up
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _HOME = {
     "Arch": "tilewise.kernels.arch",
     "Config": "tilewise.kernels.paged_mqa_logits.spec",
+    "Context": "tilewise.dispatch.context",
     "Decision": "tilewise.dispatch.selector",
     "Selector": "tilewise.dispatch.selector",
     "Shape": "tilewise.kernels.paged_mqa_logits.spec",
@@ -30,11 +31,13 @@ _HOME = {
     "rank": "tilewise.dispatch.selector",
     "select": "tilewise.dispatch.selector",
     "warm_up": "tilewise.kernels.paged_mqa_logits.launch",
+    "write_shapes": "tilewise.dispatch.selector",
 }
 
 __all__ = [
     "Arch",
     "Config",
+    "Context",
     "Decision",
     "Selector",
     "Shape",
@@ -45,6 +48,7 @@ __all__ = [
     "rank",
     "select",
     "warm_up",
+    "write_shapes",
 ]
 
 

@@ -31,3 +31,11 @@ class InvalidProfileError(TilewiseError, ValueError):
 
 class InvalidBundleError(TilewiseError, ValueError):
     """A model bundle is malformed, altered, or of another format or feature spec."""
+
+
+class InvalidContextError(TilewiseError, ValueError):
+    """Context lengths that are none: a length out of range, a range upside down, a histogram without weight."""
+
+
+class SelectionMissError(TilewiseError, LookupError):
+    """In strict mode: neither a measurement nor the model answers for this shape."""

@@ -110,7 +110,7 @@ def _weigh(shape: Shape, arch: Arch, known: Knowledge, use_exact: bool) -> Asses
     if bundle is None:
         return _prior(found, arch, "no_bundle", known.problem)
 
-    _note_kernels(found, bundle, known)
+    note_kernels(configs, found.notes, found.misses, bundle, known)
     if at in found.notes:  # without a time for the default, nothing can be said to beat it
         return _prior(found, arch, "default_unknown", found.notes[at])
     index = bundle.exact.find(shape)
@@ -185,19 +185,21 @@ def fallback(shape: Shape, default: Config, known: Knowledge) -> Assessment:
     return Assessment(shape, [default], 0, np.full(1, np.nan), known.model_id, 0)
 
 
-def _note_kernels(found: Assessment, bundle: Bundle, known: Knowledge) -> None:
-    """Mark the configs of kernels whose timings are stale or missing."""
-    unknown = {config.kernel for config in found.configs} - bundle.kernel_hashes.keys()
+def note_kernels(
+    configs: list[Config], notes: dict[int, str], misses: list[str], bundle: Bundle, known: Knowledge
+) -> None:
+    """Note the configs of kernels whose timings are stale or missing, and what is to be counted."""
+    unknown = {config.kernel for config in configs} - bundle.kernel_hashes.keys()
     if known.stale:
-        found.misses.append("stale_kernel")
+        misses.append("stale_kernel")
     if unknown:
-        found.misses.append("unmeasured_kernel")
+        misses.append("unmeasured_kernel")
     if known.stale or unknown:
-        for i, config in enumerate(found.configs):
+        for i, config in enumerate(configs):
             if config.kernel in known.stale:
-                found.notes[i] = known.stale[config.kernel]
+                notes[i] = known.stale[config.kernel]
             elif config.kernel in unknown:
-                found.notes[i] = f"kernel {config.kernel} is not in the bundle"
+                notes[i] = f"kernel {config.kernel} is not in the bundle"
 
 
 def _choose(found: Assessment, bundle: Bundle, known: Knowledge, source: Source) -> Assessment:

@@ -226,7 +226,8 @@ class Masks:
         lowest &= masks
         lowest *= np.uint16(_DE_BRUIJN)
         lowest >>= 12
-        return lowest + (np.arange(trees) * MASK_BITS).astype(np.uint16 if trees <= 1 << 12 else np.uint32)
+        first = (np.arange(trees) * MASK_BITS).astype(np.uint16 if trees <= 1 << 12 else np.uint32)
+        return np.asarray(lowest + first)
 
 
 def _within(values: npt.NDArray[Any], low: int, high: int) -> bool:

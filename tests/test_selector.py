@@ -638,12 +638,17 @@ def test_rank_is_by_time_after_the_chosen_one(chooser: Selector) -> None:
 
 def test_the_counters_are_those_of_the_page() -> None:
     root = Path(ladder.__file__).parent
-    source = "".join((root / name).read_text(encoding="utf-8") for name in ("ladder.py", "selector.py"))
-    counted = set(re.findall(r'(?:_warn\(|misses\.append\(|_prior\(found, arch, )"(\w+)"', source))
+    source = "".join(
+        (root / name).read_text(encoding="utf-8")
+        for name in ("ladder.py", "loading.py", "modes.py", "over_contexts.py", "selector.py")
+    )
+    patterns = (r"warn\(", r"misses\.append\(", r"_prior\(found, arch, ", r"update\(\[", r"misses, found.reason = \[")
+    counted = set(re.findall(rf'(?:{"|".join(patterns)})"(\w+)"', source))
+    counted |= set(re.findall(r'found\.misses, "(\w+)"', source))
     page = (root.parent / "docs" / "selection.md").read_text(encoding="utf-8")
-    table = page.split("| counter |")[1]
+    table = page.split("| counter |")[1].split("## ")[0]
     assert counted == set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE))
-    assert len(counted) == 9
+    assert len(counted) == 13
 
 
 # -- process-wide

@@ -253,6 +253,13 @@ def default_config(shape: Shape, arch: Arch) -> Config:
     raise InvalidConfigError(f"no kernel serves {shape} on {arch.name}: {'; '.join(reasons) or 'none runs there'}")
 
 
+def at_context_len(shape: Shape, length: int) -> Shape:
+    """The shape with another longest context; the ratio of mean to longest stays."""
+    ratio = 1.0 if not shape.max_context_len else (shape.mean_context_len or 0) / shape.max_context_len
+    mean = min(length, round(ratio * length)) if type(length) is int else None
+    return dataclasses.replace(shape, max_context_len=length, mean_context_len=mean)
+
+
 def bytes_moved(shape: Shape) -> int:
     """Fewest bytes through device memory: queries, weights, K pages and table read once, logits written once."""
     rows = shape.batch_size * shape.next_n

@@ -1,0 +1,123 @@
+"""Traffic: which shapes a deployment asks for, and how often. Written by `tilewise.write_shapes`, read here.
+
+A file is JSON lines or CSV, one shape a line: the fields of a Shape, those with a default left out or not, and `count`,
+the number of launches (1 where left out; any number above 0). A line of JSON may have `context`, an object of `lengths`
+and `weights`, where one launch serves several contexts: it stands for the shape at each length, with its share of the
+count. A line with `overflow` counts shapes that were not told apart, and is passed over. Other fields are not read.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tilewise.errors import InvalidProfileError, InvalidShapeError
+from tilewise.kernels.paged_mqa_logits.spec import SHAPE_FIELDS, Shape, at_context_len
+
+MAX_FILE_BYTES = 256 << 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Traffic:
+    """One shape and how many launches it stands for."""
+
+    shape: Shape
+    count: float
+
+
+def read_traffic(path: str | os.PathLike[str]) -> list[Traffic]:
+    """The shapes of a file with their counts, each once, in the order in which they first come.
+
+    Raises InvalidProfileError, naming the line, for a file or a line that is none.
+    """
+    file = Path(path)
+    try:
+        if file.stat().st_size > MAX_FILE_BYTES:
+            raise InvalidProfileError(f"{file}: a traffic file has at most {MAX_FILE_BYTES} bytes")
+        text = file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeError) as error:
+        raise InvalidProfileError(f"{file} cannot be read: {error}") from error
+    counts: dict[Shape, float] = {}
+    for number, row in _rows(file, text):
+        try:
+            for shape, count in _shapes(row):
+                counts[shape] = counts.get(shape, 0.0) + count
+        except (InvalidShapeError, KeyError, TypeError, ValueError, OverflowError) as error:
+            raise InvalidProfileError(f"{file} line {number}: {error}") from error
+    if not counts:
+        raise InvalidProfileError(f"{file} has no shape: it needs a line for each, with the fields of a shape")
+    return [Traffic(shape, count) for shape, count in counts.items()]
+
+
+def _rows(file: Path, text: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    if text.lstrip()[:1] in ("", "{"):
+        for number, line in enumerate(text.splitlines(), start=1):
+            if line.strip():
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    raise InvalidProfileError(f"{file} line {number} is not JSON: {error}") from error
+                if not isinstance(row, dict):
+                    raise InvalidProfileError(f"{file} line {number} must be an object, got {line[:80]!r}")
+                yield number, row
+        return
+    try:
+        table = csv.DictReader(io.StringIO(text), strict=True)
+        for row in table:
+            yield (
+                table.line_num,
+                {name: _plain(value) for name, value in row.items() if name and value not in (None, "")},
+            )
+    except csv.Error as error:
+        raise InvalidProfileError(f"{file} is not CSV: {error}") from error
+
+
+def _plain(text: Any) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except (TypeError, ValueError):
+            pass
+    return text
+
+
+def _shapes(row: Mapping[str, Any]) -> Iterator[tuple[Shape, float]]:
+    if row.get("overflow"):
+        return
+    count = row.get("count", 1)
+    if isinstance(count, bool) or not isinstance(count, int | float) or not 0 < count < math.inf:
+        raise ValueError(f"count must be a number above 0, got {count!r:.80}")
+    shape = Shape(**{name: row[name] for name in SHAPE_FIELDS if row.get(name) is not None})
+    context = row.get("context")
+    if context is None:
+        yield shape, float(count)
+        return
+    for length, weight in zip(context["lengths"], context["weights"], strict=True):
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
+            raise ValueError(f"context weights must be numbers of at least 0, got {weight!r:.80}")
+        if weight:
+            yield at_context_len(shape, length), count * weight / math.fsum(context["weights"])
+
+
+def write_rows(path: str | os.PathLike[str], rows: Iterable[Mapping[str, Any]]) -> int:
+    """Write JSON lines, whole or not at all; the number of lines."""
+    target = Path(path)
+    lines = [json.dumps(row) for row in rows]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, scratch = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as out:
+            out.writelines(f"{line}\n" for line in lines)
+        os.replace(scratch, target)
+    except BaseException:
+        Path(scratch).unlink(missing_ok=True)
+        raise
+    return len(lines)
