@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Iterable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -54,6 +54,19 @@ LAUNCHERS: dict[str, str] = {
 _warmed: set[tuple[object, ...]] = set()
 
 
+class _Checked(NamedTuple):
+    """What follows from tensors that passed the checks."""
+
+    shape: Shape
+    max_columns: int  # of the output and of the table
+    traits: Traits  # where the weights start at a multiple of 16 bytes
+
+
+# By all that the checks look at, addresses apart: a serving process launches few geometries, over and over.
+_known: dict[tuple[object, ...], _Checked] = {}
+MOST_KNOWN = 4096
+
+
 @functools.cache
 def launcher(kernel: str) -> Launcher:
     """The launch module of a kernel named in LAUNCHERS."""
@@ -96,30 +109,27 @@ def paged_mqa_logits(
     """
     if q.dim() == 4 and 0 in q.shape[:2]:
         return _output(q.shape[0] * q.shape[1], max_model_len, q.device, out, clean_logits)
-    shape = _check(q, kv_cache, weights, context_lens, block_tables, max_model_len, cache_layout)
-    max_columns = min(max_model_len, block_tables.shape[1] * shape.block_kv)
-    if max_context_len is None:
-        max_context_len = USUAL_CONTEXT_LEN
-    max_context_len = min(max_context_len, max_columns)
-    if mean_context_len is not None:
-        mean_context_len = min(mean_context_len, max_context_len)
-    shape = Shape(
-        shape.batch_size, shape.next_n, shape.heads, shape.head_dim, shape.block_kv, max_context_len, mean_context_len,
-        cache_layout,
+    checked = _check(
+        q, kv_cache, weights, context_lens, block_tables, max_model_len, max_context_len, mean_context_len,
+        cache_layout, out,
     )  # fmt: skip
+    shape, max_columns = checked.shape, checked.max_columns
     arch = _arch(q)
     if config is None:
         config = _choose(shape, arch)
     else:
         _refuse_invalid(shape, config, arch)
     own = launcher(config.kernel)
-    traits = traits_of(kv_cache, weights, context_lens)
+    traits = checked.traits if weights.data_ptr() % 16 == 0 else checked.traits._replace(dense_weights=False)
     key = own.launch_key(shape, config, traits)
     if key not in _warmed:
         if _capturing(q):
             raise CaptureError(f"the kernel for {config} was not warmed: call tilewise.warm_up before the capture")
         _warmed.add(key)
-    out = _output(q.shape[0] * q.shape[1], max_model_len, q.device, out, clean_logits)
+    if out is None:
+        out = _output(q.shape[0] * q.shape[1], max_model_len, q.device, None, clean_logits)
+    elif clean_logits:
+        out.fill_(float("-inf"))
     own.launch(q, kv_cache, weights, context_lens, block_tables, out, max_columns, shape, config, traits)
     return out
 
@@ -170,9 +180,49 @@ def compile_config(shape: Shape, config: Config, traits: Traits, *, device: str 
 
 def _check(
     q: Tensor, kv_cache: Tensor, weights: Tensor, context_lens: Tensor, block_tables: Tensor, max_model_len: int,
+    max_context_len: int | None, mean_context_len: int | None, cache_layout: CacheLayout, out: Tensor | None,
+) -> _Checked:  # fmt: skip
+    """What these tensors ask for; InvalidTensorError or InvalidShapeError says what is wrong with which."""
+    key = (
+        q.shape, q.stride(), q.dtype, q.device,
+        kv_cache.shape, kv_cache.stride(), kv_cache.dtype, kv_cache.device,
+        weights.shape, weights.stride(), weights.dtype, weights.device,
+        context_lens.shape, context_lens.stride(), context_lens.dtype, context_lens.device,
+        block_tables.shape, block_tables.stride(), block_tables.dtype, block_tables.device,
+        None if out is None else (out.shape, out.stride(), out.dtype, out.device),
+        # True is 1 and 1.0 is 1 to a dictionary, but not to the checks.
+        max_model_len, max_context_len, mean_context_len, type(max_model_len), type(max_context_len),
+        type(mean_context_len), cache_layout,
+    )  # fmt: skip
+    try:
+        known = _known.get(key)
+    except TypeError:  # something unhashable, which the checks below refuse
+        known = None
+    _want(q.data_ptr() % 16 == 0, "q", "start at a multiple of 16 bytes", q)
+    _want(kv_cache.data_ptr() % 16 == 0, "kv_cache", "start at a multiple of 16 bytes", kv_cache)
+    if known is not None:
+        return known
+    shape = _check_tensors(q, kv_cache, weights, context_lens, block_tables, max_model_len, cache_layout)
+    max_columns = min(max_model_len, block_tables.shape[1] * shape.block_kv)
+    longest = min(USUAL_CONTEXT_LEN if max_context_len is None else max_context_len, max_columns)
+    mean = None if mean_context_len is None else min(mean_context_len, longest)
+    shape = Shape(
+        shape.batch_size, shape.next_n, shape.heads, shape.head_dim, shape.block_kv, longest, mean, cache_layout
+    )
+    if out is not None:
+        _output(shape.batch_size * shape.next_n, max_model_len, q.device, out, False)
+    traits = traits_of(kv_cache, weights, context_lens)._replace(dense_weights=weights.is_contiguous())
+    if len(_known) >= MOST_KNOWN:
+        _known.clear()
+    checked = _known[key] = _Checked(shape, max_columns, traits)
+    return checked
+
+
+def _check_tensors(
+    q: Tensor, kv_cache: Tensor, weights: Tensor, context_lens: Tensor, block_tables: Tensor, max_model_len: int,
     cache_layout: CacheLayout,
 ) -> Shape:  # fmt: skip
-    """The launch shape of these tensors, its context left at 0; InvalidTensorError says what is wrong with which."""
+    """The launch shape of these tensors, its context left at 0."""
     _want(q.dim() == 4, "q", "have 4 dimensions [batch_size, next_n, heads, head_dim]", q)
     batch_size, next_n, heads, head_dim = q.shape
     rows = batch_size * next_n
@@ -182,7 +232,6 @@ def _check(
         "q", "be contiguous within a request", q,
     )  # fmt: skip
     _want(batch_size == 1 or q.stride(0) % 16 == 0, "q", "have a batch stride of a multiple of 16 bytes", q)
-    _want(q.data_ptr() % 16 == 0, "q", "start at a multiple of 16 bytes", q)
     _want(head_dim in HEAD_DIMS, "q", f"have a head_dim of {' or '.join(map(str, HEAD_DIMS))}", q)
     _want(1 <= next_n <= MAX_NEXT_N, "q", f"have a next_n of 1 to {MAX_NEXT_N}", q)
 
@@ -202,7 +251,6 @@ def _check(
         kv_cache.stride(0) % unit == 0 and (kv_cache.stride(0) >= page_bytes or kv_cache.shape[0] <= 1),
         "kv_cache", f"have a page stride of at least {page_bytes} bytes and a multiple of {unit}", kv_cache,
     )  # fmt: skip
-    _want(kv_cache.data_ptr() % 16 == 0, "kv_cache", "start at a multiple of 16 bytes", kv_cache)
 
     rule = f"be [{rows}, {heads}] (batch_size * next_n, heads)"
     _want(tuple(weights.shape) == (rows, heads), "weights", rule, weights)
