@@ -24,48 +24,50 @@ from tilewise.kernels.paged_mqa_logits import peers
 from tilewise.kernels.paged_mqa_logits.launch import paged_mqa_logits
 from tilewise.kernels.paged_mqa_logits.spec import Config, Shape, candidates
 
-# (batch_size, next_n, heads); contexts are short, so that the GPU never is what a burst waits for.
-SIZES = ((16, 4, 64), (64, 1, 64), (16, 2, 32))
-CONTEXT = 256
+SIZES = ((16, 4, 64), (64, 1, 64), (16, 2, 32))  # (batch_size, next_n, heads)
+CONTEXT = 256  # real lengths: short, so that the GPU never is what a burst waits for
+WIDTH = 32768  # columns of the logits and of the table, and the context that launches are chosen for
 BURST = 25
-SETS = 1200  # of q, weights and out: more than any cache of addresses holds
+SETS = 700  # of q, weights and out: more than any cache of addresses holds
 
 Call = Callable[[Tensor, Tensor, Tensor], object]
 
 
 def calls(batch_size: int, next_n: int, heads: int, module: Any) -> tuple[dict[str, Call], dict[str, str]]:
     """Name to what is timed, called with q, weights and out; and why others are not."""
-    shape = Shape(batch_size, next_n, heads, 128, 64, CONTEXT)
+    shape = Shape(batch_size, next_n, heads, 128, 64, WIDTH)
     arch = current_arch()
     pages = CONTEXT // 64
     cache = torch.zeros(batch_size * pages, 64, 1, 132, dtype=torch.uint8, device="cuda")
-    table = torch.arange(batch_size * pages, dtype=torch.int32, device="cuda").view(batch_size, pages)
+    table = torch.zeros(batch_size, WIDTH // 64, dtype=torch.int32, device="cuda")
+    table[:, :pages] = torch.arange(batch_size * pages, dtype=torch.int32, device="cuda").view(batch_size, pages)
     lens = torch.full((batch_size,), CONTEXT, dtype=torch.int32, device="cuda")
     found: dict[str, Call] = {}
     missing: dict[str, str] = {}
 
-    def public(q: Tensor, weights: Tensor, out: Tensor) -> object:
-        return paged_mqa_logits(q, cache, weights, lens, table, CONTEXT, max_context_len=CONTEXT, out=out)
+    def ours(config: Config | None = None, allocate: bool = False) -> Call:
+        def call(q: Tensor, weights: Tensor, out: Tensor) -> object:
+            return paged_mqa_logits(
+                q, cache, weights, lens, table, WIDTH, max_context_len=WIDTH, config=config,
+                out=None if allocate else out,
+            )  # fmt: skip
 
-    def public_allocating(q: Tensor, weights: Tensor, out: Tensor) -> object:
-        return paged_mqa_logits(q, cache, weights, lens, table, CONTEXT, max_context_len=CONTEXT)
+        return call
 
-    found["tilewise.paged_mqa_logits, warm choice, out given"] = public
-    found["tilewise.paged_mqa_logits, warm choice, allocates"] = public_allocating
+    found["tilewise.paged_mqa_logits, warm choice, out given"] = ours()
+    found["tilewise.paged_mqa_logits, warm choice, allocates"] = ours(allocate=True)
+    portable = next(config for config in candidates(shape, arch) if config.kernel == "portable")
+    found["tilewise.paged_mqa_logits, portable config given, out given"] = ours(portable)
     config = hopper_config(shape)
     if config is None:
         missing["prepared"] = "no Hopper config is on offer for this shape"
     else:
         from tilewise.kernels.paged_mqa_logits.sm90.launch import prepare
 
-        def fixed(q: Tensor, weights: Tensor, out: Tensor, config: Config = config) -> object:
-            return paged_mqa_logits(
-                q, cache, weights, lens, table, CONTEXT, max_context_len=CONTEXT, out=out, config=config
-            )  # fmt: skip
-
         prepared = prepare(shape, config)
-        found["prepared"] = lambda q, weights, out: prepared(q, cache, weights, lens, table, out, CONTEXT)
-        found["tilewise.paged_mqa_logits, config given, out given"] = fixed
+        found["prepared"] = lambda q, weights, out: prepared(q, cache, weights, lens, table, out, WIDTH)
+        found["tilewise.paged_mqa_logits, Hopper config given, out given"] = ours(config)
+        missing["Hopper config"] = str(config)
     if module is None:
         missing["deep_gemm"] = "not asked for"
     else:
@@ -77,38 +79,38 @@ def calls(batch_size: int, next_n: int, heads: int, module: Any) -> tuple[dict[s
         api, metadata = getattr(module, peers.FUNCTION), getattr(module, peers.METADATA)
 
         def alone(q: Tensor, weights: Tensor, out: Tensor) -> object:
-            return api((q, None), cache, weights, rows_lens, rows_table, made, CONTEXT)
+            return api((q, None), cache, weights, rows_lens, rows_table, made, WIDTH)
 
         def with_metadata(q: Tensor, weights: Tensor, out: Tensor) -> object:
-            return api((q, None), cache, weights, rows_lens, rows_table, metadata(rows_lens, 64, slots), CONTEXT)
+            return api((q, None), cache, weights, rows_lens, rows_table, metadata(rows_lens, 64, slots), WIDTH)
 
         if tokens == next_n:
             found["DeepGEMM API, schedule made before"] = alone
             found["DeepGEMM API and schedule"] = with_metadata
         else:
             missing["deep_gemm"] = f"next_n {next_n} is not native"
-        drop_in(found, missing, cache, table, lens, next_n)
+        drop_in(found, cache, table, lens, next_n)
     chosen = select(shape, arch=arch)
     missing["choice"] = f"{chosen.config} ({chosen.source})"
     return found, missing
 
 
-def drop_in(
-    found: dict[str, Call], missing: dict[str, str], cache: Tensor, table: Tensor, lens: Tensor, n: int
-) -> None:
-    """The same call through the drop-in, where it is there."""
-    try:
-        from tilewise.dispatch.integrations import deep_gemm as ours
-    except ImportError as error:
-        missing["drop-in"] = str(error)
-        return
+def drop_in(found: dict[str, Call], cache: Tensor, table: Tensor, lens: Tensor, n: int) -> None:
+    """The same calls through the drop-in."""
+    from tilewise.dispatch.integrations import deep_gemm as ours
+
     lens_2d = peers.row_lens(lens, n, n)
     made = ours.get_paged_mqa_logits_metadata(lens_2d, 64, 132)
 
-    def call(q: Tensor, weights: Tensor, out: Tensor) -> object:
-        return ours.fp8_fp4_paged_mqa_logits((q, None), cache, weights, lens_2d, table, made, CONTEXT)
+    def alone(q: Tensor, weights: Tensor, out: Tensor) -> object:
+        return ours.fp8_fp4_paged_mqa_logits((q, None), cache, weights, lens_2d, table, made, WIDTH)
 
-    found["drop-in for DeepGEMM's API, schedule made before"] = call
+    def with_metadata(q: Tensor, weights: Tensor, out: Tensor) -> object:
+        schedule = ours.get_paged_mqa_logits_metadata(lens_2d, 64, 132)
+        return ours.fp8_fp4_paged_mqa_logits((q, None), cache, weights, lens_2d, table, schedule, WIDTH)
+
+    found["drop-in for DeepGEMM's API, schedule made before"] = alone
+    found["drop-in for DeepGEMM's API and schedule"] = with_metadata
 
 
 def hopper_config(shape: Shape) -> Config | None:
@@ -127,7 +129,7 @@ def measure(found: dict[str, Call], batch_size: int, next_n: int, heads: int, ro
         (
             torch.zeros(batch_size, next_n, heads, 128, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn),
             torch.zeros(rows, heads, device="cuda"),
-            torch.empty(rows, CONTEXT, device="cuda"),
+            torch.empty(rows, WIDTH, device="cuda"),
         )
         for _ in range(SETS)
     ]
