@@ -295,7 +295,10 @@ def _output(rows: int, width: int, device: torch.device, out: Tensor | None, cle
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise CaptureError("out must be given under graph capture: nothing may be allocated there")
         aligned = -(-max(width, 1) // ROW_ALIGNMENT) * ROW_ALIGNMENT
-        out = torch.empty((rows, aligned), dtype=torch.float32, device=device)[:, :width]
+        out = torch.empty((rows, aligned), dtype=torch.float32, device=device)
+        if aligned != width:
+            out = out[:, :width]
+        return out.fill_(float("-inf")) if clean else out
     _want(tuple(out.shape) == (rows, width), "out", f"be [{rows}, {width}] (batch_size * next_n, max_model_len)", out)
     _want(
         out.dtype == torch.float32 and (width <= 1 or out.stride(1) == 1) and (rows <= 1 or out.stride(0) >= width),
