@@ -22,20 +22,27 @@ from tilewise.kernels.arch import ARCHS
 from tilewise.kernels.paged_mqa_logits.spec import Shape
 from tilewise.kernels.registry import OPS
 
-# Subcommands whose modules need a GPU's software: name to module and help. A module has
+# Subcommands whose modules need more than numpy: name to module and help. A module has
 # `add_arguments(parser)` and `run(args) -> int`, and is imported when its command is given.
 LAZY = {
     "collect": ("tilewise.kernels.collect", "time launches on this GPU and write profile rows"),
+    "token": ("tilewise.service.command_token", "make, list or revoke tokens of the REST service"),
+    "db": ("tilewise.service.command_db", "upgrade, back up or restore the catalogue of the REST service"),
     "audit": ("tilewise.kernels.paged_mqa_logits.gfx950.audit", "compile the gfx950 kernels and check their code"),
 }
 
 # What brings each optional package.
 EXTRAS = {
+    "alembic": "server",
     "fastapi": "server",
+    "httptools": "server",
+    "prometheus_client": "server",
+    "psycopg": "postgresql",
     "pyarrow": "train",
     "pydantic": "server",
     "rich": "train",
     "sklearn": "train",
+    "sqlalchemy": "server",
     "starlette": "server",
     "torch": "gpu",
     "tqdm": "collect",
@@ -218,6 +225,8 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         "--fd", type=_between(0, 1 << 20), metavar="N", help="serve on this open socket, not on --host and --port"
     )
     parser.add_argument("--port", type=_between(0, 65535), default=8000, help="port to listen on (default: 8000)")
+    parser.add_argument("--tls-certificate", metavar="FILE", help="serve HTTPS with this certificate (PEM)")
+    parser.add_argument("--tls-key", metavar="FILE", help="the certificate's key (PEM)")
     parser.add_argument("--workers", type=_between(1, 1024), default=1, metavar="N", help="processes (default: 1)")
     parser.add_argument(
         "--arch", action="append", help="GPU to serve, repeatable; the first is the default (default: all)"

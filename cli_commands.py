@@ -194,6 +194,8 @@ def run_serve(args: argparse.Namespace) -> int:
             arch_names=args.arch or (),
             home=args.home,
             log_level=args.log_level,
+            tls_certificate=args.tls_certificate,
+            tls_key=args.tls_key,
         )
     except (OSError, UnicodeError) as error:  # UnicodeError: a host name that is none
         where = f"{args.host}:{args.port}" if args.fd is None else f"file descriptor {args.fd}"

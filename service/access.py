@@ -80,8 +80,9 @@ def add_token(catalogue: Catalogue, name: str, scope: str) -> str:
     token = _PREFIX + secrets.token_urlsafe(32)
     values = {"name": name, "hash": _hash(token), "scope": scope, "created_at": time.time()}
     with catalogue.write() as connection:
-        made = connection.execute(catalogue.insert(tokens).values(values).on_conflict_do_nothing())
-    if not made.rowcount:
+        insert = catalogue.insert(tokens).values(values).on_conflict_do_nothing()
+        made = connection.execute(insert.returning(tokens.c.name)).first()
+    if made is None:
         raise TokenError(f"there is a token named {name} already: revoke it first")
     return token
 

@@ -70,9 +70,11 @@ class Catalogue:
                 engine = open_engine(self.url)
                 try:
                     upgrade(engine)
-                except (sa.exc.OperationalError, sa.exc.InterfaceError) as error:
+                except BaseException as error:
                     engine.dispose()
-                    raise CatalogueError(f"the catalogue does not answer: {_first_line(error)}") from error
+                    if isinstance(error, (sa.exc.OperationalError, sa.exc.InterfaceError)):
+                        raise CatalogueError(f"the catalogue does not answer: {_first_line(error)}") from error
+                    raise
                 self._engine = engine
         return self._engine
 

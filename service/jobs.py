@@ -61,8 +61,8 @@ def create(
         "done": 0, "total": 0, "reason": "", "result": {}, "attempt": 0, "cancel": False, "lease_until": 0.0,
         "created_at": time.time(), "created_by": by,
     }  # fmt: skip
-    made = connection.execute(catalogue.insert(jobs).values(values).on_conflict_do_nothing())
-    if not made.rowcount:
+    insert = catalogue.insert(jobs).values(values).on_conflict_do_nothing()
+    if connection.execute(insert.returning(jobs.c.id)).first() is None:
         where = (jobs.c.op == op) & (jobs.c.arch == arch) & (jobs.c.state == "queued")
         raise JobQueuedError(connection.execute(sa.select(jobs.c.id).where(where)).scalar() or "", op, arch)
     return job_id

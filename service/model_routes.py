@@ -12,11 +12,11 @@ from fastapi import APIRouter, Header, HTTPException, Query, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
+from tilewise.dispatch.artifact import MEDIA_TYPE, pack
 from tilewise.dispatch.selector import Selector
 from tilewise.errors import InvalidBundleError
 from tilewise.models import registry
 from tilewise.models.bundle import Bundle
-from tilewise.service.artifact import MEDIA_TYPE, pack
 from tilewise.service.asking import model_header, shapes_of
 from tilewise.service.catalogue import rows_of
 from tilewise.service.compare import CompareAnswer, compared

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,8 +11,9 @@ from tilewise.errors import InvalidProfileError
 from tilewise.kernels.arch import get_arch
 from tilewise.models import latency
 from tilewise.models.bundle import Bundle
-from tilewise.models.evaluate import Progress, evaluate
+from tilewise.models.evaluate import evaluate
 
+Progress = Callable[[str, int, int], None]  # what, done, of how many
 FIGURES = ("geomean_regret", "p90_regret", "worst_regret")
 
 
