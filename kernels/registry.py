@@ -23,10 +23,17 @@ class Kernel:
 
 OPS: dict[str, str] = {"paged_mqa_logits": "tilewise.kernels.paged_mqa_logits.spec"}
 
+_SM90_SOURCES = ("kernels", "producer", "schedule", "epilogue", "state", "pieces", "resources", "compat", "build")
+
 KERNELS: dict[str, Kernel] = {
     kernel.name: kernel
     for kernel in (
         Kernel("paged_mqa_logits", "gfx950", ("kernels/paged_mqa_logits/gfx950/kernels.py",)),
+        Kernel(
+            "paged_mqa_logits",
+            "sm90",
+            tuple(f"kernels/paged_mqa_logits/sm90/{name}.py" for name in _SM90_SOURCES),
+        ),
         Kernel("paged_mqa_logits", "portable", ("kernels/paged_mqa_logits/triton_portable.py",)),
     )
 }

@@ -220,19 +220,30 @@ def emulate(kernel: Callable[..., None], p: Problem, given: Config, workgroups: 
     columns = min(p.logits_width, p.block_tables.shape[1] * block_kv)
     _, whole = p.guarded_output()
     sizes = pieces.group_sizes(next_n, given.fuse_n, given.dot_n, given.token_split)
-    weights_first, geometry = launch.descriptors(p.q, p.kv_cache, p.weights, sizes)
     dtypes = {"fp8e4nv": torch.float8_e4m3fn, "fp32": torch.float32}
-    owners = (p.kv_cache, p.kv_cache, *[p.q] * len(sizes), p.weights)
-    present = iter(
-        gluon_on_cpu.Descriptor(owner, address, dtypes[dtype], dims, strides, box)
-        for owner, (address, dims, strides), (dtype, box) in zip(
-            owners, geometry, build.boxes(shape, given).values(), strict=True
+    k = (p.kv_cache.data_ptr(), p.kv_cache.shape[0], p.kv_cache.stride(0))
+    q = (p.q.data_ptr(), batch_size, p.q.stride(0), p.q.stride(1))
+    described = {
+        **dict(zip(("k_desc", "scale_desc"), ((p.kv_cache, *g) for g in launch.k_geometry(shape, *k)), strict=True)),
+        **{f"q{size}_desc": (p.q, *launch.q_geometry(shape, size, *q)) for size in sizes},
+        "weights_desc": (
+            p.weights, *launch.weights_geometry(shape, p.weights.data_ptr(), batch_size, p.weights.stride(0))
+        ),
+    }  # fmt: skip
+    given_boxes = build.boxes(shape, given)
+    assert list(described) == list(given_boxes), "encoded in the order of the boxes"
+    descriptors = [
+        gluon_on_cpu.Descriptor(
+            described[name][0], described[name][1], dtypes[given_boxes[name][0]], *described[name][2:],
+            given_boxes[name][1],
         )
-    )
-    descriptors = [next(present) if there else None for there in build.descriptors_present(shape, given)]
+        if name in described
+        else None
+        for name in ("k_desc", "scale_desc", *(f"q{size}_desc" for size in build.Q_DESCRIPTORS), "weights_desc")
+    ]  # fmt: skip
     pointers = [gluon_on_cpu.Pointer(x.flatten()) for x in (p.block_tables, p.context_lens, whole)]
     numbers = (
-        batch_size, columns, given.split_kv, p.block_tables.stride(0), p.context_lens.stride(0), weights_first,
+        batch_size, columns, given.split_kv, p.block_tables.stride(0), p.context_lens.stride(0),
         p.weights.stride(0), whole.stride(0),
     )  # fmt: skip
     parts = batch_size * given.groups(next_n)
@@ -254,16 +265,15 @@ def test_source_matches_the_reference_on_the_cpu(name: str, kernel_on_cpu: Calla
     assert norm <= 1e-6
 
 
-def test_gaps_between_requests_and_unaligned_weights(kernel_on_cpu: Callable[..., None]) -> None:
+def test_gaps_between_requests_and_between_rows_of_weights(kernel_on_cpu: Callable[..., None]) -> None:
     p = make_problem(RAGGED, next_n=3, heads=32)
     gapped = torch.zeros(len(RAGGED), 3 * 32 * 128 + 48, dtype=torch.uint8).view(torch.float8_e4m3fn)
     gapped = gapped[:, : 3 * 32 * 128].unflatten(1, (3, 32, 128))
     gapped.copy_(p.q)
     rows = p.weights.shape[0]
-    loose = torch.zeros((rows + 1) * 35).as_strided((rows, 32), (35, 1), 3)
+    loose = torch.zeros((rows + 1) * 36).as_strided((rows, 32), (36, 1), 4)
     loose.copy_(p.weights)
     p.q, p.weights = gapped, loose
-    assert p.weights.data_ptr() % 16
     element, norm = emulate(kernel_on_cpu, p, config(3, 2))
     assert element <= 4e-6
     assert norm <= 1e-6

@@ -16,11 +16,13 @@ from tilewise.kernels.paged_mqa_logits.spec import (
     HEAD_DIMS,
     MAX_NEXT_N,
     SCALE_BYTES,
+    SPACES,
     CacheLayout,
     Config,
     Shape,
     default_config,
     is_valid,
+    space,
 )
 from tilewise.kernels.paged_mqa_logits.traits import Traits, traits_of, usual_traits
 
@@ -37,6 +39,10 @@ class Launcher(Protocol):
         """Everything that decides which binary runs: equal keys need no further compilation."""
         ...
 
+    def refuses(self, traits: Traits) -> str | None:
+        """Why the kernel can't read tensors that are good otherwise, or None."""
+        ...
+
     def launch(
         self, q: Tensor, kv_cache: Tensor, weights: Tensor, context_lens: Tensor, block_tables: Tensor, out: Tensor,
         max_columns: int, shape: Shape, config: Config, traits: Traits,
@@ -49,6 +55,7 @@ class Launcher(Protocol):
 LAUNCHERS: dict[str, str] = {
     "gfx950": "tilewise.kernels.paged_mqa_logits.gfx950.launch",
     "portable": "tilewise.kernels.paged_mqa_logits.portable_launch",
+    "sm90": "tilewise.kernels.paged_mqa_logits.sm90.launch",
 }
 
 _warmed: set[tuple[object, ...]] = set()
@@ -115,12 +122,21 @@ def paged_mqa_logits(
     )  # fmt: skip
     shape, max_columns = checked.shape, checked.max_columns
     arch = _arch(q)
+    traits = checked.traits
+    if weights.data_ptr() % 16:
+        traits = traits._replace(dense_weights=False, tma=False)
     if config is None:
         config = _choose(shape, arch)
+        own = launcher(config.kernel)
+        if own.refuses(traits) is not None:
+            config = _default_for(shape, traits, arch)
+            own = launcher(config.kernel)
     else:
         _refuse_invalid(shape, config, arch)
-    own = launcher(config.kernel)
-    traits = checked.traits if weights.data_ptr() % 16 == 0 else checked.traits._replace(dense_weights=False)
+        own = launcher(config.kernel)
+        reason = own.refuses(traits)
+        if reason is not None:
+            raise InvalidTensorError(f"{config}: {reason}")
     key = own.launch_key(shape, config, traits)
     if key not in _warmed:
         if _capturing(q):
@@ -134,8 +150,24 @@ def paged_mqa_logits(
     return out
 
 
+def _default_for(shape: Shape, traits: Traits, arch: Arch) -> Config:
+    """The default of the first kernel that can read such tensors."""
+    for kernel in SPACES:
+        if space(kernel).runs_on(arch) and launcher(kernel).refuses(traits) is None:
+            config = space(kernel).default_config(shape, arch)
+            if config is not None and is_valid(shape, config, arch) is None:
+                return config
+    raise InvalidTensorError(f"no kernel on {arch.name} reads weights that are not aligned to 16 bytes, for {shape}")
+
+
+class Plan(Protocol):
+    """What `tilewise.capture_plan` returns: launches to prepare."""
+
+    def launches(self) -> Iterable[tuple[Shape, Config]]: ...
+
+
 def warm_up(
-    shapes: Iterable[Shape],
+    shapes: Iterable[Shape] | Plan,
     configs: Iterable[Config] = (),
     *,
     per_token_lens: bool = False,
@@ -144,18 +176,23 @@ def warm_up(
 ) -> int:
     """Compile and load what these shapes launch, so that a later graph capture neither compiles nor loads.
 
-    Runs each shape's chosen config, its default and the valid ones among `configs` once, on empty requests. Returns the
-    number of kernels that were new. `per_token_lens` prepares for context_lens of [batch_size, next_n], `page_stride`
+    Runs each shape's chosen config, its default and the valid ones among `configs` once, on empty requests; for a plan of
+    `tilewise.capture_plan`, what it says and the defaults. Returns the number of kernels that were new. `per_token_lens` prepares for context_lens of [batch_size, next_n], `page_stride`
     (bytes) for a cache whose pages have gaps.
     """
     given = tuple(configs)
     before = len(_warmed)
-    for shape in shapes:
-        arch = current_arch(torch.device(device).index or 0)
+    arch = current_arch(torch.device(device).index or 0)
+    planned: dict[tuple[Shape, Config], None] = {}
+    if isinstance(shapes, Iterable):
+        for shape in shapes:
+            planned |= {(shape, config): None for config in (_choose(shape, arch), default_config(shape, arch))}
+            planned |= {(shape, config): None for config in given if is_valid(shape, config, arch) is None}
+    else:
+        planned |= dict.fromkeys(shapes.launches())
+    for shape, config in planned:
         traits = usual_traits(shape, per_token_lens=per_token_lens, page_stride=page_stride)
-        valid = [config for config in given if is_valid(shape, config, arch) is None]
-        for config in dict.fromkeys([_choose(shape, arch), default_config(shape, arch), *valid]):
-            compile_config(shape, config, traits, device=device)
+        compile_config(shape, config, traits, device=device)
     return len(_warmed) - before
 
 

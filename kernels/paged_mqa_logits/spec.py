@@ -151,6 +151,7 @@ class Space(Protocol):
 # Kernel name to the module with its space. The first one that runs on an arch gives that arch's default config.
 SPACES: dict[str, str] = {
     "gfx950": "tilewise.kernels.paged_mqa_logits.gfx950.space",
+    "sm90": "tilewise.kernels.paged_mqa_logits.sm90.space",
     "portable": "tilewise.kernels.paged_mqa_logits.portable_space",
 }
 

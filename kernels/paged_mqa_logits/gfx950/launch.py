@@ -21,6 +21,11 @@ def launch_key(shape: Shape, config: Config, traits: Traits) -> tuple[object, ..
     return ("gfx950", *constants.values(), config.num_warps, config.waves_per_eu)
 
 
+def refuses(traits: Traits) -> str | None:
+    """Why the kernel can't read tensors with these traits: it reads all that the checks let through."""
+    return None
+
+
 def launch(
     q: Tensor,
     kv_cache: Tensor,

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from tilewise.kernels.paged_mqa_logits.sm90 import compat, space
+from tilewise.kernels.paged_mqa_logits.sm90 import compat, resources
 from tilewise.kernels.paged_mqa_logits.sm90.kernels import _paged_mqa_logits_kernel
 from tilewise.kernels.paged_mqa_logits.sm90.pieces import group_sizes, weights_pitch
 from tilewise.kernels.paged_mqa_logits.spec import Config, Shape
 
 # Requests that one step of the device-side schedule counts; the smallest that covers the batch, or the largest.
 CHUNKS = (64, 256, 1024)
+# Sizes of pieces of query tokens that have a descriptor each, in the kernel's order; None where none has this size.
+Q_DESCRIPTORS = (4, 2, 1)
 
 ARGUMENTS = {
     "block_tables": "*i32",
@@ -21,7 +23,6 @@ ARGUMENTS = {
     "split_kv": "i32",
     "table_stride": "i64",
     "lens_stride": "i32",
-    "weights_first": "i32",
     "weights_stride": "i32",
     "out_stride": "i64",
 }
@@ -43,24 +44,24 @@ def constants(shape: Shape, config: Config, lens_2d: bool) -> dict[str, Any]:
         "BLOCK_KV": shape.block_kv,
         "FUSE_N": config.fuse_n,
         "DOT_N": config.dot_n,
-        "IN_FLIGHT": space.in_flight(shape, config),
+        "IN_FLIGHT": resources.in_flight(shape, config),
         "STAGES": config.num_stages,
         "CONSUMERS": config.consumers,
         "TOKEN_SPLIT": config.token_split,
         "EPILOGUE": config.epilogue,
-        "KEEP_WEIGHTS": space.keeps_weights(shape, config),
+        "KEEP_WEIGHTS": resources.keeps_weights(shape, config),
         "BALANCED": balanced,
         "LENS_2D": lens_2d and shape.next_n > 1,
         "CHUNK": min(covered, CHUNKS[-1]) if balanced else 32,
         "CHUNKS": balanced and covered > CHUNKS[-1],
-        "Q_TOKENS": space.q_tokens(shape, config),
-        "CONSUMER_REGISTERS": space.CONSUMER_REGISTERS[config.consumers],
+        "Q_TOKENS": resources.q_tokens(shape, config),
+        "CONSUMER_REGISTERS": resources.CONSUMER_REGISTERS[config.consumers],
     }
 
 
 def options(config: Config) -> dict[str, Any]:
     """Options of the compiler."""
-    registers = space.kernel_registers(config)
+    registers = resources.kernel_registers(config)
     return {"num_warps": 4} if registers is None else {"num_warps": 4, "maxnreg": registers}
 
 
@@ -81,19 +82,10 @@ def boxes(shape: Shape, config: Config) -> dict[str, tuple[str, list[int]]]:
     return found
 
 
-DESCRIPTORS = ("k_desc", "scale_desc", "q4_desc", "q2_desc", "q1_desc", "weights_desc")  # in the kernel's order
-
-
-def descriptors_present(shape: Shape, config: Config) -> tuple[bool, ...]:
-    """Which of DESCRIPTORS the kernel takes; the others are None."""
-    given = boxes(shape, config)
-    return tuple(name in given for name in DESCRIPTORS)
-
-
 def compile_kernel(shape: Shape, config: Config, lens_2d: bool, target: Any = None) -> Any:
     """The kernel for this shape, config and kind of lengths, compiled for `target` or else for the current GPU."""
     types = {name: compat.descriptor_type(*box) for name, box in boxes(shape, config).items()} | ARGUMENTS
-    absent = {name: None for name in DESCRIPTORS if name not in types}
+    absent = {f"q{size}_desc": None for size in Q_DESCRIPTORS if f"q{size}_desc" not in types}
     return compat.compile_kernel(
         _paged_mqa_logits_kernel, types, constants(shape, config, lens_2d) | absent, options(config), target
     )

@@ -195,7 +195,7 @@ def _consumer(p, buf, share, INDEX: gl.constexpr):
 @gluon.jit
 def _paged_mqa_logits_kernel(
     k_desc, scale_desc, q4_desc, q2_desc, q1_desc, weights_desc, block_tables, lens, out, batch_size, max_columns,
-    split_kv, table_stride, lens_stride, weights_first, weights_stride, out_stride,
+    split_kv, table_stride, lens_stride, weights_stride, out_stride,
     NEXT_N: gl.constexpr, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_KV: gl.constexpr,
     FUSE_N: gl.constexpr, DOT_N: gl.constexpr, IN_FLIGHT: gl.constexpr, STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr, TOKEN_SPLIT: gl.constexpr, EPILOGUE: gl.constexpr, KEEP_WEIGHTS: gl.constexpr,
@@ -204,8 +204,7 @@ def _paged_mqa_logits_kernel(
 ):  # fmt: skip
     gl.static_assert(STAGES % (CONSUMERS // TOKEN_SPLIT) == 0, "a ring slot must always belong to the same consumers")
     p = Problem(
-        block_tables, lens, out, batch_size, max_columns, table_stride, lens_stride, weights_first,
-        weights_stride, out_stride,
+        block_tables, lens, out, batch_size, max_columns, table_stride, lens_stride, weights_stride, out_stride,
         NEXT_N, HEADS, HEAD_DIM, BLOCK_KV, FUSE_N, DOT_N, IN_FLIGHT, STAGES, CONSUMERS, TOKEN_SPLIT, EPILOGUE,
         KEEP_WEIGHTS, BALANCED, LENS_2D, Q_TOKENS,
     )  # fmt: skip

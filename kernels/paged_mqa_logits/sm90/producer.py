@@ -35,7 +35,7 @@ def _copy_piece(p, buf, q_desc, weights_desc, full, slot, request, token, POSITI
     tiles = reinterpret(buf.q, gl.float8e4nv, SHAPE, q_desc.layout)
     tma_load(q_desc, [request, 0, token, 0, 0], full, tiles.index(slot * (p.Q_TOKENS // SIZE) + POSITION // SIZE))
     for t in gl.static_range(SIZE):
-        at = p.weights_first + (request * p.NEXT_N + token + t) * p.weights_stride
+        at = (request * p.NEXT_N + token + t) * p.weights_stride
         tma_load(weights_desc, [at], full, buf.weights.index(slot * p.Q_TOKENS + POSITION + t))
 
 

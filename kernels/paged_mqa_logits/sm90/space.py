@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 
 from tilewise.kernels.arch import Arch
 from tilewise.kernels.paged_mqa_logits.sm90.pieces import (
     QUAD,
     TILE_KV,
-    first_token,
-    group_sizes,
-    product_count,
-    weights_pitch,
 )
-from tilewise.kernels.paged_mqa_logits.spec import SCALE_BYTES, Config, Shape, cdiv
+from tilewise.kernels.paged_mqa_logits.sm90.resources import (
+    estimated_registers,
+    registers_per_thread,
+    shared_memory_bytes,
+)
+from tilewise.kernels.paged_mqa_logits.spec import Config, Shape, cdiv
 
 READS = frozenset(
     (
@@ -24,9 +25,6 @@ READS = frozenset(
 
 # relu(x) as x + |x|, or half of the columns so and half as max(x, 0), on another pipe.
 EPILOGUES = ("add", "mix")
-# A consumer's registers by their number; the compiler gives the producer 24 and counts it as four warps.
-CONSUMER_REGISTERS = {1: 240, 2: 240, 3: 160, 4: 112}
-REGISTERS_PER_SM = 1 << 16
 MAX_COLUMNS = 256  # of one product
 
 
@@ -83,95 +81,27 @@ def why_invalid(shape: Shape, config: Config, arch: Arch) -> str | None:
     return None
 
 
-def own_tokens(config: Config) -> int:
-    """Query tokens of the consumer that has most."""
-    return max(_parts(config))
-
-
-def most_products(config: Config) -> int:
-    """Products a tile takes in the consumer that needs most."""
-    return max(product_count(tokens, config.dot_n) for tokens in _parts(config))
-
-
-def q_tokens(shape: Shape, config: Config) -> int:
-    """Query tokens that a q buffer has room for: those of a group, rounded up to the largest piece."""
-    largest = max(group_sizes(shape.next_n, config.fuse_n, config.dot_n, config.token_split))
-    return cdiv(config.fuse_n, largest) * largest
-
-
-def _parts(config: Config) -> list[int]:
-    split = config.token_split
-    starts = [first_token(config.fuse_n, config.dot_n, split, part) for part in range(split + 1)]
-    return [end - start for start, end in itertools.pairwise(starts)]
-
-
-def in_flight(shape: Shape, config: Config) -> int:
-    """Products of one tile that are issued ahead: two where the registers hold them and the weights, else one."""
-    if most_products(config) == 1:
-        return 1
-    return 2 if _registers(shape, config, 2) + _weight_registers(shape, config) <= registers_per_thread(config) else 1
-
-
-def keeps_weights(shape: Shape, config: Config) -> bool:
-    """Whether the weights stay in registers from tile to tile."""
-    needed = _registers(shape, config, in_flight(shape, config)) + _weight_registers(shape, config)
-    return needed <= registers_per_thread(config)
-
-
-def registers_per_thread(config: Config) -> int:
-    """What a consumer's thread may use."""
-    if config.ctas_per_sm == 1:
-        return CONSUMER_REGISTERS[config.consumers]
-    return kernel_registers(config) or 0
-
-
-def kernel_registers(config: Config) -> int | None:
-    """Registers a thread that the whole kernel is compiled for, so that ctas_per_sm workgroups fit; None leaves it."""
-    if config.ctas_per_sm == 1:
-        return None
-    threads = 128 * (config.consumers + 1) * config.ctas_per_sm
-    return REGISTERS_PER_SM // threads // 8 * 8
-
-
-def estimated_registers(shape: Shape, config: Config) -> int:
-    """Registers that a consumer's thread needs at least, about."""
-    return _registers(shape, config, in_flight(shape, config))
-
-
-def _registers(shape: Shape, config: Config, ahead: int) -> int:
-    # Fitted to compiled kernels: the accumulators in flight, and what addresses, shared memory descriptors (a few for
-    # each product) and loop state take.
-    return ahead * config.dot_n * shape.heads // 2 + 26 + 6 * most_products(config)
-
-
-def _weight_registers(shape: Shape, config: Config) -> int:
-    return own_tokens(config) * shape.heads // 4
-
-
-def shared_memory_bytes(shape: Shape, config: Config) -> int:
-    """Shared memory of a workgroup, or a little more: query tokens, the ring of K tiles, scratch."""
-    each = shape.heads * shape.head_dim + weights_pitch(shape.heads) * SCALE_BYTES
-    ring = config.num_stages * (TILE_KV * (shape.head_dim + SCALE_BYTES) + 16)
-    return 2 * q_tokens(shape, config) * each + ring + config.consumers * 2176
+# Context tokens in all below which the plain kernel's shorter start wins: about what a multiprocessor reads meanwhile.
+SMALL_TOKENS = 65536
 
 
 def candidates(shape: Shape, arch: Arch) -> list[Config]:
     """The grid that is measured and chosen from, before `is_valid`."""
     found = []
-    small = shape.context_tokens <= 65536  # about what one workgroup a multiprocessor has read when it has started
-    for fuse_n in dict.fromkeys((shape.next_n, cdiv(shape.next_n, 2), 1)):
+    small = shape.context_tokens <= SMALL_TOKENS
+    halves = dict.fromkeys((shape.next_n, cdiv(shape.next_n, 2), 1))
+    for fuse_n in halves:
         whole = fuse_n == shape.next_n
-        dots = [dot for dot in (4, 2, 1) if dot <= fuse_n and dot * shape.heads <= 128][:2]
-        for dot_n in dots:
+        dots = [dot for dot in (4, 2, 1) if dot <= fuse_n and dot * shape.heads <= 128] or [1]
+        for dot_n in dots[:2] if whole else dots[:1]:
             # (consumers, token_split, num_stages)
             structures = [(2, 1, 6 if small else 8), (3, 1, 9)]
             if whole:
                 structures += [(2, 2, 8), (3, 3, 8)]
-            for consumers, token_split, num_stages in structures:
-                if token_split > 1 and token_split > cdiv(fuse_n, dot_n):
-                    continue  # a consumer would have no product of its own
-                for epilogue in EPILOGUES:
-                    found.append(_config(fuse_n, dot_n, consumers, token_split, num_stages, epilogue))
+            for structure in structures if whole or fuse_n > 1 or small else []:
+                found += [_config(fuse_n, dot_n, *structure, epilogue) for epilogue in EPILOGUES]
+        if whole and fuse_n >= 4 and shape.heads == 64:  # a whole piece of four in one product
+            found += [_config(fuse_n, 4, 2, split, 8, epilogue) for split in (1, 2) for epilogue in EPILOGUES]
         if fuse_n == 1:
             found += [_config(1, 1, 1, 1, 4, epilogue, ctas_per_sm=3) for epilogue in EPILOGUES]
         if small:  # no count over the batch: a shorter start
@@ -185,21 +115,33 @@ def candidates(shape: Shape, arch: Arch) -> list[Config]:
 
 
 def default_config(shape: Shape, arch: Arch) -> Config | None:
-    """The first that fits of a few structures, the ones best for large batches first."""
-    dot_n = max(dot for dot in (2, 1) if dot == 1 or (dot <= shape.next_n and dot * shape.heads <= 128))
-    if shape.next_n == 1 and shape.heads <= 64:
-        return _config(1, 1, 1, 1, 4, "add", ctas_per_sm=3)
-    whole = shape.next_n * shape.heads % (3 * dot_n * shape.heads) == 0  # three equal parts
-    structures = [(3, 3, 8)] if whole and shape.next_n >= 3 and shape.heads >= 64 else []
-    structures += [(3, 1, 9)] if shape.next_n * shape.heads <= 192 else []
-    structures += [(2, 2, 8)] if shape.next_n * shape.heads > 384 else []
-    for consumers, token_split, num_stages in (*structures, (2, 1, 8), (2, 1, 4)):
-        config = _config(shape.next_n, dot_n, consumers, token_split, num_stages, "mix")
+    """The best structure by the columns of a tile, measured on an H200; None for short launches."""
+    if shape.context_tokens <= SMALL_TOKENS:
+        return None  # the portable kernel's default is the better one there
+    columns = shape.next_n * shape.heads
+    dot_n = next(dot for dot in (4, 2, 1) if dot == 1 or (dot <= shape.next_n and dot * shape.heads <= 128))
+    if columns <= 64:
+        ordered = [(1, 1, 1, 1, 4, "add", 3)] if shape.next_n == 1 else []
+        ordered += [(shape.next_n, dot_n, 3, 1, 9, "add", 1)]
+    elif columns <= 192:
+        ordered = [(shape.next_n, dot_n, 3, 1, 9, "add", 1)]
+    elif columns <= 256:
+        ordered = [(shape.next_n, dot_n, 2, 1, 8, "add", 1)]
+    elif columns <= 384:
+        ordered = [(shape.next_n, dot_n, 3, 3, 8, "mix", 1)]
+    else:
+        ordered = [(shape.next_n, dot_n, 2, 2, 8, "mix", 1)]
+    half = cdiv(shape.next_n, 2)
+    ordered += [(shape.next_n, dot_n, 2, 1, 8, "add", 1), (half, 1 if half < dot_n else dot_n, 2, 1, 8, "add", 1)]
+    ordered += [(1, 1, 2, 1, 4, "add", 1)]
+    for fuse_n, dot, consumers, token_split, num_stages, epilogue, ctas_per_sm in ordered:
+        config = _config(fuse_n, dot, consumers, token_split, num_stages, epilogue, ctas_per_sm=ctas_per_sm)
         if why_invalid(shape, config, arch) is None:
             return config
-    return _config(1, 1, 2, 1, 4, "add")
+    return None
 
 
+@functools.lru_cache(maxsize=16384)  # making one anew takes longer than all else that is done with it
 def _config(
     fuse_n: int, dot_n: int, consumers: int, token_split: int, num_stages: int, epilogue: str, *,
     split_kv: int = 0, ctas_per_sm: int = 1,

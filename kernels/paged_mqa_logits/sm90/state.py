@@ -23,7 +23,6 @@ class Problem:
     max_columns: gl.tensor  # no column from here on exists, in the output or in the table
     table_stride: gl.tensor
     lens_stride: gl.tensor
-    weights_first: gl.tensor  # elements from the aligned address that TMA needs to the first weight
     weights_stride: gl.tensor
     out_stride: gl.tensor
     NEXT_N: gl.constexpr
@@ -46,8 +45,8 @@ class Problem:
 
     @constexpr_function
     def __init__(
-        self, block_tables, lens, out, batch_size, max_columns, table_stride, lens_stride, weights_first,
-        weights_stride, out_stride,
+        self, block_tables, lens, out, batch_size, max_columns, table_stride, lens_stride, weights_stride,
+        out_stride,
         NEXT_N, HEADS, HEAD_DIM, BLOCK_KV, FUSE_N, DOT_N, IN_FLIGHT, STAGES, CONSUMERS, TOKEN_SPLIT, EPILOGUE,
         KEEP_WEIGHTS, BALANCED, LENS_2D, Q_TOKENS,
     ):  # fmt: skip
@@ -58,7 +57,6 @@ class Problem:
         self.max_columns = max_columns
         self.table_stride = table_stride
         self.lens_stride = lens_stride
-        self.weights_first = weights_first
         self.weights_stride = weights_stride
         self.out_stride = out_stride
         self.NEXT_N = gl.constexpr(NEXT_N)
