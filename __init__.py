@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from tilewise.dispatch.capture_plan import CapturePlan, capture_plan
     from tilewise.dispatch.selector import Context, Decision, Selector, explain, rank, select, write_shapes
     from tilewise.errors import TilewiseError
     from tilewise.kernels.arch import Arch
@@ -20,12 +21,14 @@ if TYPE_CHECKING:
 
 _HOME = {
     "Arch": "tilewise.kernels.arch",
+    "CapturePlan": "tilewise.dispatch.capture_plan",
     "Config": "tilewise.kernels.paged_mqa_logits.spec",
     "Context": "tilewise.dispatch.context",
     "Decision": "tilewise.dispatch.selector",
     "Selector": "tilewise.dispatch.selector",
     "Shape": "tilewise.kernels.paged_mqa_logits.spec",
     "TilewiseError": "tilewise.errors",
+    "capture_plan": "tilewise.dispatch.capture_plan",
     "explain": "tilewise.dispatch.selector",
     "paged_mqa_logits": "tilewise.kernels.paged_mqa_logits.launch",
     "rank": "tilewise.dispatch.selector",
@@ -36,6 +39,7 @@ _HOME = {
 
 __all__ = [
     "Arch",
+    "CapturePlan",
     "Config",
     "Context",
     "Decision",
@@ -43,6 +47,7 @@ __all__ = [
     "Shape",
     "TilewiseError",
     "__version__",
+    "capture_plan",
     "explain",
     "paged_mqa_logits",
     "rank",

@@ -39,3 +39,7 @@ class InvalidContextError(TilewiseError, ValueError):
 
 class SelectionMissError(TilewiseError, LookupError):
     """In strict mode: neither a measurement nor the model answers for this shape."""
+
+
+class InvalidPlanError(TilewiseError, ValueError):
+    """A capture plan that is none, or of another format."""

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from tilewise.dispatch.context import Context, ContextLike
 from tilewise.dispatch.decision import Decision, Explanation, Ranked
 from tilewise.dispatch.explaining import explain_assessment, ranked_configs
-from tilewise.dispatch.ladder import Assessment, assess, fallback
+from tilewise.dispatch.ladder import Assessment, Knowledge, assess, fallback
 from tilewise.dispatch.live import LiveShapes
 from tilewise.dispatch.loading import Answer, Loader, State
 from tilewise.dispatch.modes import missed, mode_of, shadowed
@@ -171,6 +171,11 @@ class Selector:
     def bundle(self) -> Bundle | None:
         """The bundle in force."""
         return self._state.known.bundle
+
+    @property
+    def knowledge(self) -> Knowledge:
+        """What there is to choose by, for those who weigh many shapes at once."""
+        return self._state.known
 
     @property
     def problem(self) -> str:
