@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tilewise.data.home import home_dir
 from tilewise.errors import InvalidProfileError, TilewiseError
 from tilewise.service.processes import be_nice, die_with_parent, module_command
 from tilewise.service.settings import Settings
@@ -24,6 +25,7 @@ async def import_apart(path: Path, settings: Settings, options: dict[str, Any]) 
 
     Raises InvalidProfileError where the file as a whole cannot be read.
     """
+    options = {**options, "most_rows": settings.max_upload_rows, "nice": settings.job_nice}
     command = module_command("tilewise.service.importing", str(path), str(os.getpid()), json.dumps(options))
     process = await asyncio.create_subprocess_exec(
         *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
@@ -43,12 +45,12 @@ async def import_apart(path: Path, settings: Settings, options: dict[str, Any]) 
     return answer
 
 
-def import_here(path: Path, settings: Settings, options: dict[str, Any]) -> dict[str, Any]:
+def import_here(path: Path, home: Path, options: dict[str, Any]) -> dict[str, Any]:
     """The same in this process."""
     from tilewise.data.store import import_file
 
-    check_rows(path, settings.max_upload_rows)
-    return import_file(path, settings.home).to_dict()
+    check_rows(path, options["most_rows"])
+    return import_file(path, home).to_dict()
 
 
 def check_rows(path: Path, most: int) -> None:
@@ -73,10 +75,10 @@ def main() -> int:
     """Import the file that the arguments name, and print the report as JSON."""
     path, parent, options = sys.argv[1:]
     die_with_parent(int(parent), signal.SIGKILL)
-    settings = Settings.from_env()
-    be_nice(settings.job_nice)
+    told = json.loads(options)
+    be_nice(told["nice"])
     try:
-        answer = import_here(Path(path), settings, json.loads(options))
+        answer = import_here(Path(path), home_dir(), told)
     except TilewiseError as error:
         # The path is ours, and nobody else's business.
         answer = {"refused": str(error).replace(path, "the file")}

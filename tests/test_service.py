@@ -1,0 +1,525 @@
+"""The routes for profiles, shapes, jobs and models, asked in-process; who may ask what; limits."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import io
+import json
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+httpx = pytest.importorskip("httpx")
+pytest.importorskip("fastapi")
+pytest.importorskip("sqlalchemy")
+pytest.importorskip("pyarrow")
+pytest.importorskip("sklearn")
+
+import synthetic  # noqa: E402
+
+from tilewise.data.store import load_profile, write_rows  # noqa: E402
+from tilewise.dispatch.selector import Selector  # noqa: E402
+from tilewise.kernels.paged_mqa_logits import spec  # noqa: E402
+from tilewise.models import registry  # noqa: E402
+from tilewise.server import MODEL_HEADER, create_app  # noqa: E402
+from tilewise.service import jobs  # noqa: E402
+from tilewise.service.access import MAX_BATCH_BYTES, SCOPES, add_token, revoke_token, scope_needed  # noqa: E402
+from tilewise.service.models import store_model  # noqa: E402
+from tilewise.service.settings import SettingError, Settings, settings_table  # noqa: E402
+
+OP, ARCH = synthetic.OP, "h100"
+SHAPE = {"batch_size": 16, "next_n": 6, "heads": 32, "max_context_len": 32768}
+ROWS = synthetic.synthetic_rows(synthetic.SHAPES[:4], arch=ARCH)[:20]
+BYTES = {"Content-Type": "application/octet-stream"}
+
+
+class Service:
+    """One app and the folder that it reads."""
+
+    def __init__(
+        self, home: Path, *, needed: bool = False, hosts: frozenset[str] | None = None, **changes: Any
+    ) -> None:
+        self.home = home
+        self.settings = dataclasses.replace(Settings.from_env({}, home=home), job_nice=0, **changes)
+        self.app = create_app(settings=self.settings, arch_names=[ARCH, "h200"], tokens_needed=needed, hosts=hosts)
+        self.parts = self.app.state.service
+
+    def ask(self, method: str, url: str, **request: Any) -> Any:
+        return self.ask_all([(method, url, request)])[0]
+
+    def ask_all(self, requests: list[tuple[str, str, dict[str, Any]]]) -> list[Any]:
+        async def run() -> list[Any]:
+            transport = httpx.ASGITransport(app=self.app, raise_app_exceptions=False)
+            async with httpx.AsyncClient(transport=transport, base_url="http://tilewise", timeout=60) as client:
+                return list(await asyncio.gather(*[client.request(m, url, **r) for m, url, r in requests]))
+
+        return asyncio.run(run())
+
+    def close(self) -> None:
+        self.parts.catalogue.dispose()
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Any:
+    made = Service(tmp_path / "home")
+    yield made
+    made.close()
+
+
+def check_problem(response: Any, status: int, field: str | None = None) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/problem+json"
+    problem: dict[str, Any] = response.json()
+    assert problem["status"] == status
+    assert problem["detail"]
+    if field is not None:
+        assert field in [error["field"] for error in problem["errors"]], problem
+    return problem
+
+
+def json_lines(rows: list[dict[str, Any]]) -> bytes:
+    return "\n".join(map(json.dumps, rows)).encode()
+
+
+def parquet(rows: list[dict[str, Any]], folder: Path) -> bytes:
+    write_rows(rows, folder / "rows.parquet")
+    return (folder / "rows.parquet").read_bytes()
+
+
+def csv_text(rows: list[dict[str, Any]]) -> bytes:
+    import csv
+
+    out = io.StringIO()
+    writer = csv.DictWriter(out, list(rows[0]))
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue().encode()
+
+
+# --- profiles
+
+
+def test_a_profile_in_each_format_is_the_same_rows(service: Service, tmp_path: Path) -> None:
+    digests = set()
+    for number, body in enumerate((parquet(ROWS, tmp_path), json_lines(ROWS), csv_text(ROWS))):
+        response = service.ask("POST", "/v1/profiles", content=body, headers=BYTES)
+        assert response.status_code == (200 if number else 201), response.text
+        answer = response.json()
+        assert (answer["accepted"], answer["rejected"], answer["reasons"]) == (len(ROWS), 0, [])
+        digests |= {one["digest"] for one in answer["files"]}
+    (digest,) = digests
+    assert len(load_profile(OP, ARCH, home=service.home)) == len(ROWS)
+    (listed,) = service.ask("GET", "/v1/profiles").json()["profiles"]
+    assert (listed["digest"], listed["op"], listed["arch"], listed["rows"]) == (digest, OP, ARCH, len(ROWS))
+    assert service.ask("GET", "/v1/profiles?arch=h200").json() == {"profiles": []}
+
+    fetched = service.ask("GET", f"/v1/profiles/{digest}")
+    assert fetched.headers["ETag"] == f'"{digest}"'
+    again = service.ask("POST", "/v1/profiles", content=fetched.content, headers=BYTES)
+    assert again.json()["files"][0]["digest"] == digest
+
+    assert service.ask("DELETE", f"/v1/profiles/{digest}").status_code == 204
+    assert service.ask("GET", "/v1/profiles").json() == {"profiles": []}
+    assert len(load_profile(OP, ARCH, home=service.home)) == 0
+    check_problem(service.ask("GET", f"/v1/profiles/{digest}"), 404)
+    check_problem(service.ask("DELETE", f"/v1/profiles/{digest}"), 404)
+    assert list((service.home / "incoming").iterdir()) == []
+
+
+def test_bad_rows_are_named_and_good_ones_kept(service: Service) -> None:
+    rows = [ROWS[0], {**ROWS[1], "latency_us": -1.0}, ROWS[2], {**ROWS[3], "heads": 33}, ROWS[2]]
+    answer = service.ask("POST", "/v1/profiles", content=json_lines(rows), headers=BYTES).json()
+    assert (answer["accepted"], answer["duplicates"], answer["rejected"]) == (2, 1, 2)
+    assert [one["row"] for one in answer["reasons"]] == [2, 4]
+    assert "latency_us" in answer["reasons"][0]["reason"]
+    assert "heads" in answer["reasons"][1]["reason"]
+
+
+def test_a_file_without_a_good_row_is_a_422_with_each_reason(service: Service) -> None:
+    rows = [{**ROWS[0], "latency_us": float("nan")}, {**ROWS[1], "arch": "h900"}]
+    problem = check_problem(service.ask("POST", "/v1/profiles", content=json_lines(rows), headers=BYTES), 422, "row 1")
+    assert [error["field"] for error in problem["errors"]] == ["row 1", "row 2"]
+    assert not (service.home / "profiles").exists() or not list((service.home / "profiles").rglob("*.parquet"))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"\0\1\2", b"PAR1 and no more", b"[1, 2]", b"a,b\n1,2\n", b"\xff\xfe" * 10, b"PAR1" + b"\0" * 5000 + b"PAR1"],
+)
+def test_what_is_no_profile_is_a_422_that_names_no_path(service: Service, body: bytes) -> None:
+    problem = check_problem(service.ask("POST", "/v1/profiles", content=body, headers=BYTES), 422)
+    assert str(service.home) not in json.dumps(problem)
+    assert list((service.home / "incoming").iterdir()) == []
+
+
+def test_an_upload_has_limits_of_bytes_and_rows(tmp_path: Path) -> None:
+    body = json_lines(ROWS)
+    service = Service(tmp_path / "bytes", max_upload_bytes=len(body) - 1)
+    check_problem(service.ask("POST", "/v1/profiles", content=body, headers=BYTES), 413)
+
+    async def chunked() -> Any:
+        for start in range(0, len(body), 1000):
+            yield body[start : start + 1000]
+
+    check_problem(service.ask("POST", "/v1/profiles", content=chunked(), headers=BYTES), 413)
+    assert list((service.home / "incoming").iterdir()) == []
+    service.close()
+    service = Service(tmp_path / "rows", max_upload_rows=len(ROWS) - 2)
+    for content in (body, csv_text(ROWS), parquet(ROWS, tmp_path)):
+        problem = check_problem(service.ask("POST", "/v1/profiles", content=content, headers=BYTES), 422, "body")
+        assert f"at most {len(ROWS) - 2} rows" in problem["detail"]
+    check_problem(service.ask("POST", "/v1/profiles", content=body, headers={"Content-Encoding": "gzip"}), 415)
+    service.close()
+
+
+def test_an_upload_sent_again_with_its_key_has_the_first_answer(service: Service) -> None:
+    headers = {**BYTES, "Idempotency-Key": "run 17"}
+    first = service.ask("POST", "/v1/profiles", content=json_lines(ROWS), headers=headers)
+    assert first.status_code == 201
+    second = service.ask("POST", "/v1/profiles", content=json_lines(ROWS), headers=headers)
+    assert (second.status_code, second.json()) == (201, first.json())
+    assert second.headers["Idempotent-Replay"] == "true"
+    check_problem(
+        service.ask("POST", "/v1/profiles", content=json_lines(ROWS[:3]), headers=headers), 422, "Idempotency-Key"
+    )
+    for bad in ("", "x" * 129):
+        headers = {**BYTES, "Idempotency-Key": bad}
+        check_problem(service.ask("POST", "/v1/profiles", content=b"x", headers=headers), 422, "Idempotency-Key")
+
+
+def test_uploads_at_once_lose_no_row(service: Service) -> None:
+    """F6: several uploads together, some of them the same rows."""
+    parts = [ROWS[:8], ROWS[4:12], ROWS[12:], ROWS[:8]]
+    requests = [("POST", "/v1/profiles", {"content": json_lines(part), "headers": BYTES}) for part in parts]
+    assert {response.status_code for response in service.ask_all(requests)} <= {200, 201}
+    assert len(load_profile(OP, ARCH, home=service.home)) == len(ROWS)
+    assert len(service.ask("GET", "/v1/profiles").json()["profiles"]) == 3
+
+
+@pytest.mark.parametrize("digest", ["..", "%2e%2e%2fcatalogue.db", "0" * 64, "A" * 64, "0" * 63, "x" * 5000])
+def test_no_name_of_a_client_is_taken_for_a_path(service: Service, digest: str) -> None:
+    for method, path in (("GET", "/v1/profiles/{}"), ("DELETE", "/v1/profiles/{}"), ("GET", "/v1/models/{}/artifact")):
+        check_problem(
+            service.ask(method, path.format(digest)), 404 if digest != ".." else service.ask(method, "/v1").status_code
+        )
+
+
+# --- many shapes
+
+
+def test_a_batch_gives_each_shape_the_decision_that_it_gets_alone(service: Service) -> None:
+    synthetic.publish_synthetic(service.home, shapes=synthetic.SHAPES[:4], arch=ARCH)
+    service.parts.selectors.by_arch[ARCH].reload()
+    shapes = [
+        {"batch_size": b, "next_n": n, "heads": 32, "max_context_len": c}
+        for b in (0, 1, 5, 64)
+        for n in (1, 6)
+        for c in (0, 4096)
+    ]
+    asked = shapes + shapes[::-1] + [{**shapes[0], "head_dim": 128}]
+    response = service.ask("POST", "/v1/select/batch", json={"arch": ARCH, "shapes": asked})
+    answer = response.json()
+    selector = Selector(ARCH, home=service.home)
+    assert (answer["model_id"], response.headers[MODEL_HEADER]) == (selector.model_id, selector.model_id)
+    assert len(answer["index"]) == len(asked)
+    for shape, place in zip(asked, answer["index"], strict=True):
+        assert answer["decisions"][place] == selector.select(spec.Shape(**shape)).to_dict()
+
+
+def test_a_batch_names_every_value_at_fault_by_its_place(service: Service) -> None:
+    good = {"batch_size": 1, "next_n": 1, "heads": 32}
+    shapes = [
+        good,
+        {**good, "batch_size": True},
+        good,
+        {**good, "batch_size": 1.0},
+        {**good, "block_kv": 1},
+        {"next_n": 1, "heads": 32},
+    ]
+    problem = check_problem(service.ask("POST", "/v1/select/batch", json={"shapes": shapes}), 422)
+    assert [error["field"] for error in problem["errors"]] == [
+        "shapes.1.batch_size", "shapes.3.batch_size", "shapes.4.block_kv", "shapes.5.batch_size",
+    ]  # fmt: skip
+    for bad in ([], [good] * 10_001, "x", [1], [[]], [None]):
+        check_problem(service.ask("POST", "/v1/select/batch", json={"shapes": bad}), 422)
+    large = b'{"shapes": [' + b" " * MAX_BATCH_BYTES
+    check_problem(
+        service.ask("POST", "/v1/select/batch", content=large, headers={"Content-Type": "application/json"}), 413
+    )
+    whole = service.ask("POST", "/v1/select/batch", json={"shapes": [good] * 10_000})
+    assert (whole.status_code, len(whole.json()["index"]), len(whole.json()["decisions"])) == (200, 10_000, 1)
+
+
+def test_live_shapes_are_counted(service: Service) -> None:
+    two = [{**SHAPE, "launches": 5}, {**SHAPE, "batch_size": 2}, {**SHAPE, "launches": 7}]
+    assert service.ask("POST", "/v1/shapes", json={"arch": ARCH, "shapes": two}).json() == {"counted": 2, "left_out": 0}
+    service.ask("POST", "/v1/shapes", json={"arch": ARCH, "shapes": two})
+    seen = service.ask("GET", f"/v1/shapes?arch={ARCH}").json()["shapes"]
+    assert [(one["shape"]["batch_size"], one["launches"]) for one in seen] == [(16, 24), (2, 2)]
+    assert service.ask("GET", "/v1/shapes?arch=h200").json()["shapes"] == []
+    for launches in (0, -1, 1.0, True, "1", 1 << 50):
+        body = {"shapes": [{**SHAPE, "launches": launches}]}
+        check_problem(service.ask("POST", "/v1/shapes", json=body), 422, "shapes.0.launches")
+    check_problem(service.ask("POST", "/v1/shapes", json={"shapes": [{**SHAPE, "heads": 33}]}), 422, "shapes.0.heads")
+
+
+# --- jobs
+
+
+def test_jobs_are_queued_listed_and_cancelled(service: Service) -> None:
+    response = service.ask("POST", "/v1/jobs", json={"arch": "h100", "folds": 0, "shadow_requests": 3})
+    job = response.json()
+    assert (response.status_code, job["state"], job["stage"]) == (202, "queued", "import")
+    assert response.headers["Location"] == f"/v1/jobs/{job['id']}"
+    assert job["parameters"] == {
+        "seed": 0,
+        "folds": 0,
+        "shadow_requests": 3,
+        "shadow_timeout_s": 3600.0,
+        "promote": True,
+    }
+    second = service.ask("POST", "/v1/jobs", json={"arch": "h100"})
+    check_problem(second, 409)
+    assert second.headers["Location"] == f"/v1/jobs/{job['id']}"
+    other = service.ask("POST", "/v1/jobs", json={"arch": "h200"}).json()
+    assert [one["id"] for one in service.ask("GET", "/v1/jobs").json()["jobs"]] == [other["id"], job["id"]]
+    assert [one["id"] for one in service.ask("GET", "/v1/jobs?arch=h100").json()["jobs"]] == [job["id"]]
+    assert service.ask("POST", f"/v1/jobs/{job['id']}/cancel").json()["state"] == "cancelled"
+    assert service.ask("GET", f"/v1/jobs/{job['id']}").json()["reason"] == "cancelled before it began"
+    lines = service.ask("GET", f"/v1/jobs/{job['id']}/log").json()["lines"]
+    assert [line["text"] for line in lines] == ["cancelled: cancelled before it began"]
+    assert service.ask("GET", "/v1/jobs?state=queued").json()["jobs"] == [other]
+    check_problem(service.ask("GET", "/v1/jobs?state=lost"), 422, "state")
+    for missing in ("0" * 32, "x", "x" * 32):
+        for method, path in (("GET", ""), ("GET", "/log"), ("POST", "/cancel")):
+            check_problem(service.ask(method, f"/v1/jobs/{missing}{path}"), 404)
+    for body, field in (
+        ({"arch": "h900"}, "arch"), ({"folds": -1}, "folds"), ({"seed": 1 << 40}, "seed"), ({"kind": "shell"}, "kind"),
+        ({"shadow_timeout_s": "1"}, "shadow_timeout_s"), ({"promote": 1}, "promote"), ({"surprise": 1}, "surprise"),
+    ):  # fmt: skip
+        check_problem(service.ask("POST", "/v1/jobs", json=body), 422, field)
+
+
+def test_a_job_sent_again_with_its_key_is_the_same_job(service: Service) -> None:
+    headers = {"Idempotency-Key": "nightly"}
+    requests = [("POST", "/v1/jobs", {"json": {"arch": "h100"}, "headers": headers})] * 4
+    answers = service.ask_all(requests)
+    assert {answer.status_code for answer in answers} == {202}
+    assert len({answer.json()["id"] for answer in answers}) == 1
+    check_problem(service.ask("POST", "/v1/jobs", json={"arch": "h200"}, headers=headers), 422, "Idempotency-Key")
+    with service.parts.catalogue.read() as connection:
+        assert len(service.ask("GET", "/v1/jobs").json()["jobs"]) == 1
+        assert jobs.get(connection, answers[0].json()["id"]) is not None
+
+
+# --- models
+
+
+def test_models_are_listed_compared_promoted_and_rolled_back(service: Service) -> None:
+    one = synthetic.publish_synthetic(service.home, shapes=synthetic.SHAPES[:4], arch=ARCH, seed=0)
+    selector = service.parts.selectors.by_arch[ARCH]
+    selector.reload()
+    other = synthetic.publish_synthetic(service.home / "elsewhere", shapes=synthetic.SHAPES[4:9], arch=ARCH, seed=1)
+    store_model(service.parts.catalogue, other, service.home, "a" * 32)
+    listed = service.ask("GET", f"/v1/models?arch={ARCH}").json()
+    assert listed["current"] == one.model_id
+    assert {m["digest"]: m["current"] for m in listed["models"]} == {one.digest: True, other.digest: False}
+
+    diff = service.ask("GET", f"/v1/models/{other.digest}/diff").json()
+    assert (diff["old_model_id"], diff["new_model_id"]) == (one.model_id, other.model_id)
+    assert diff["shapes"] == len(diff["compared"]) > 0
+    assert diff["changed"] == sum(shape["changed"] for shape in diff["compared"])
+    for shape in diff["compared"]:
+        assert shape["old"]["config"] == selector.select(spec.Shape(**shape["shape"])).config.to_dict()
+        assert shape["changed"] == (shape["old"]["config"] != shape["new"]["config"])
+    body = {"arch": ARCH, "old": "current", "new": other.digest, "shapes": [SHAPE]}
+    compared = service.ask("POST", "/v1/compare", json=body).json()
+    assert compared["shapes"] == 1
+    assert compared["compared"][0]["old"]["config"] == selector.select(spec.Shape(**SHAPE)).config.to_dict()
+    check_problem(service.ask("POST", "/v1/compare", json={**body, "arch": "h200"}), 422, "new")
+    check_problem(service.ask("POST", "/v1/compare", json={**body, "new": "0" * 64}), 404)
+
+    artifact = service.ask("GET", f"/v1/models/{other.digest}/artifact")
+    assert json.loads(zipfile.ZipFile(io.BytesIO(artifact.content)).read("manifest.json"))["digest"] == other.digest
+    for path in (f"/v1/models/{other.digest}/artifact", f"/v1/models/{other.digest}"):
+        same = service.ask("GET", path, headers={"If-None-Match": f'"{other.digest}"'})
+        assert (same.status_code, same.content, same.headers["ETag"]) == (304, b"", f'"{other.digest}"')
+
+    promoted = service.ask("POST", f"/v1/models/{other.digest}/promote")
+    assert promoted.json()["model_id"] == promoted.headers[MODEL_HEADER] == other.model_id
+    current = service.ask("GET", f"/v1/models/current/artifact?arch={ARCH}")
+    assert (current.headers["ETag"], current.content) == (f'"{other.digest}"', artifact.content)
+    back = service.ask("POST", f"/v1/models/rollback?arch={ARCH}").json()
+    assert back["model_id"] == one.model_id
+    assert registry.history(OP, ARCH, service.home) == [one.digest]
+    events = service.ask("GET", f"/v1/models?arch={ARCH}").json()["events"]
+    assert [(event["action"], event["model_id"]) for event in events] == [
+        ("rollback", one.model_id),
+        ("promote", other.model_id),
+    ]
+    check_problem(service.ask("POST", "/v1/models/rollback?arch=h200"), 409)
+    check_problem(service.ask("POST", f"/v1/models/{'0' * 64}/promote"), 404)
+
+
+def test_a_damaged_version_is_refused_and_the_model_in_force_stays(service: Service) -> None:
+    one = synthetic.publish_synthetic(service.home, shapes=synthetic.SHAPES[:4], arch=ARCH, seed=0)
+    two = synthetic.publish_synthetic(service.home, shapes=synthetic.SHAPES[:4], arch=ARCH, seed=1)
+    registry.rollback(OP, ARCH, service.home)
+    manifest = service.home / "models" / OP / ARCH / "versions" / two.digest / "manifest.json"
+    manifest.write_text(manifest.read_text().replace(ARCH, "h200"))
+    problem = check_problem(service.ask("POST", f"/v1/models/{two.digest}/promote"), 422)
+    assert str(service.home) not in problem["detail"]
+    assert registry.history(OP, ARCH, service.home)[0] == one.digest
+
+
+# --- access
+
+
+@pytest.fixture
+def closed(tmp_path: Path) -> Any:
+    made = Service(tmp_path / "closed", needed=True, rate_limit=0)
+    yield made
+    made.close()
+
+
+def test_each_scope_may_do_its_own_and_no_more(closed: Service) -> None:
+    tokens = {scope: add_token(closed.parts.catalogue, scope, scope) for scope in SCOPES}
+    asked = [
+        ("read", "POST", "/v1/select", {"json": SHAPE}),
+        ("read", "GET", "/v1/jobs", {}),
+        ("read", "GET", "/metrics", {}),
+        ("upload", "POST", "/v1/profiles", {"content": json_lines(ROWS[:2])}),
+        ("upload", "POST", "/v1/shapes", {"json": {"shapes": [SHAPE]}}),
+        ("admin", "POST", "/v1/jobs", {"json": {}}),
+        ("admin", "POST", "/v1/models/rollback", {}),
+        ("admin", "DELETE", f"/v1/profiles/{'0' * 64}", {}),
+    ]
+    for needed, method, url, request in asked:
+        refused = closed.ask(method, url, **request)
+        check_problem(refused, 401)
+        assert refused.headers["WWW-Authenticate"] == "Bearer"
+        for wrong in ("Bearer", "Bearer ", "Bearer tw_wrong", f"Basic {tokens['admin']}", tokens["admin"]):
+            check_problem(closed.ask(method, url, **request, headers={"Authorization": wrong}), 401)
+        for scope, token in tokens.items():
+            response = closed.ask(method, url, **request, headers={"Authorization": f"Bearer {token}"})
+            allowed = SCOPES.index(scope) >= SCOPES.index(needed)
+            assert (response.status_code not in (401, 403)) == allowed, (scope, method, url, response.text)
+    for url in ("/healthz", "/readyz"):
+        assert closed.ask("GET", url).status_code == 200
+    by = closed.ask("GET", "/v1/jobs", headers={"Authorization": f"Bearer {tokens['read']}"}).json()["jobs"][0][
+        "created_by"
+    ]
+    assert by == "admin"
+
+
+def test_every_route_has_a_scope(closed: Service) -> None:
+    described = closed.app.openapi()["paths"]
+    found = {
+        (method.upper(), path): scope_needed(method.upper(), path) for path, of in described.items() for method in of
+    }
+    assert {key for key, scope in found.items() if scope is None} == {("GET", "/healthz"), ("GET", "/readyz")}
+    for method, path in found:
+        concrete = path.replace("{digest}", "0" * 64).replace("{job_id}", "0" * 32)
+        if found[method, path]:
+            check_problem(closed.ask(method, concrete), 401)
+
+
+def test_a_revoked_token_is_refused_at_the_next_look(closed: Service) -> None:
+    token = {"Authorization": f"Bearer {add_token(closed.parts.catalogue, 'ci', 'read')}"}
+    assert closed.ask("GET", "/v1/jobs", headers=token).status_code == 200
+    revoke_token(closed.parts.catalogue, "ci")
+    closed.parts.watcher.look()
+    check_problem(closed.ask("GET", "/v1/jobs", headers=token), 401)
+
+
+def test_pages_of_other_hosts_are_kept_out(tmp_path: Path) -> None:
+    service = Service(tmp_path / "home", hosts=frozenset({"localhost", "127.0.0.1", "::1"}))
+    for host in ("localhost", "localhost:8000", "127.0.0.1:80", "[::1]:8000", "[::1]"):
+        assert service.ask("GET", "/healthz", headers={"Host": host}).status_code == 200, host
+    for host in ("evil.example", "evil.example:8000", "localhost.evil.example", "", "127.0.0.1.evil"):
+        check_problem(service.ask("GET", "/healthz", headers={"Host": host}), 403)
+    here = {"Host": "localhost:8000"}
+    assert service.ask("GET", "/healthz", headers={**here, "Origin": "http://localhost:8000"}).status_code == 200
+    for origin in ("http://evil.example", "null", "http://localhost:9000"):
+        check_problem(service.ask("POST", "/v1/profiles", content=b"x", headers={**here, "Origin": origin}), 403)
+    service.close()
+
+
+def test_a_client_that_asks_too_fast_is_told_when_to_come_again(tmp_path: Path) -> None:
+    service = Service(tmp_path / "home", rate_limit=5.0)
+    answers = service.ask_all([("GET", "/v1/jobs", {})] * 12)
+    refused = [answer for answer in answers if answer.status_code == 429]
+    assert 5 <= len(refused) <= 7
+    check_problem(refused[0], 429)
+    assert int(refused[0].headers["Retry-After"]) >= 1
+    time.sleep(0.5)
+    assert service.ask("GET", "/v1/jobs").status_code == 200
+    service.close()
+
+
+# --- a catalogue that is away
+
+
+def test_selections_go_on_without_a_catalogue_and_the_rest_is_a_503(tmp_path: Path) -> None:
+    synthetic.publish_synthetic(tmp_path / "home", shapes=synthetic.SHAPES[:2], arch=ARCH)
+    service = Service(tmp_path / "home", database_url="postgresql://nobody@127.0.0.1:1/none")
+    assert service.ask("POST", "/v1/select", json=SHAPE).json()["model_id"]
+    assert "does not answer" in service.ask("GET", "/readyz").json()["catalogue"]
+    assert "tilewise_catalogue_up 0.0" in service.ask("GET", "/metrics").text
+    for method, url, request in (
+        ("GET", "/v1/jobs", {}), ("POST", "/v1/jobs", {"json": {}}), ("GET", "/v1/profiles", {}),
+        ("GET", "/v1/models", {}),
+        ("POST", "/v1/profiles", {"content": json_lines(ROWS)}), ("POST", "/v1/shapes", {"json": {"shapes": [SHAPE]}}),
+    ):  # fmt: skip
+        response = service.ask(method, url, **request)
+        check_problem(response, 503)
+        assert response.headers["Retry-After"]
+    service.parts.watcher.look()
+    service.close()
+
+
+# --- figures and settings
+
+
+def test_metrics_count_requests_fallbacks_rows_and_jobs(service: Service) -> None:
+    service.ask_all([("POST", "/v1/select", {"json": SHAPE})] * 3)
+    service.ask("POST", "/v1/select", json={})
+    service.ask("GET", "/nowhere/at/all")
+    service.ask("POST", "/v1/profiles", content=json_lines([*ROWS, {"a": 1}]), headers=BYTES)
+    service.ask("POST", "/v1/jobs", json={})
+    service.parts.watcher.look()
+    text = service.ask("GET", "/metrics").text
+    for line in (
+        'tilewise_requests_total{method="POST",route="/v1/select",status="200"} 3.0',
+        'tilewise_requests_total{method="POST",route="/v1/select",status="422"} 1.0',
+        'tilewise_requests_total{method="GET",route="none",status="404"} 1.0',
+        'tilewise_request_seconds_count{route="/v1/select"} 4.0',
+        f'tilewise_profile_rows_total{{outcome="accepted"}} {len(ROWS)}.0',
+        'tilewise_profile_rows_total{outcome="rejected"} 1.0',
+        'tilewise_jobs{state="queued"} 1.0',
+        'tilewise_model{arch="h100",model_id="none"} 1.0',
+        "tilewise_catalogue_up 1.0",
+    ):
+        assert line in text, text
+    assert 'tilewise_fallbacks_total{arch="h100"' in text
+
+
+def test_settings_are_read_from_the_environment_and_each_is_documented() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "service.md").read_text()
+    for name, default, meaning in settings_table():
+        assert f"| `{name}` | {default} | {meaning} |" in page
+        assert name.startswith("TILEWISE_")
+    settings = Settings.from_env(
+        {"TILEWISE_RATE_LIMIT": "12.5", "TILEWISE_MAX_UPLOADS": " 3 ", "TILEWISE_JOB_NICE": ""}
+    )
+    assert (settings.rate_limit, settings.max_uploads, settings.job_nice) == (12.5, 3, 19)
+    for name, value in (
+        ("MAX_UPLOADS", "0"), ("MAX_UPLOADS", "many"), ("MAX_UPLOADS", "1.5"), ("RATE_LIMIT", "nan"),
+        ("RATE_LIMIT", "inf"), ("AUTH", "maybe"), ("LOG_FORMAT", "xml"), ("JOB_NICE", "20"),
+    ):  # fmt: skip
+        with pytest.raises(SettingError, match=f"TILEWISE_{name} must be"):
+            Settings.from_env({f"TILEWISE_{name}": value})
