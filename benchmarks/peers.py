@@ -3,6 +3,7 @@
     python benchmarks/peers.py --choose                          1: fix a config for each launch, in a run of its own
     python benchmarks/peers.py --duel --select --duel-again      2: duel the fixed configs, and what select picks
     python benchmarks/peers.py --host                            3: what a call costs the host
+    python benchmarks/peers.py --check                           the drop-in over the real DeepGEMM, on the GPU
     python benchmarks/peers.py --summary [--json] [--role select]   figures and tables from the committed rows
 
 --deep-gemm FOLDER names the folder that contains the package `deep_gemm`, such as vllm/third_party of an unpacked vllm
@@ -55,6 +56,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     what.add_argument("--choose", action="store_true", help="fix a config for each entry")
     what.add_argument("--duel", action="store_true", help="time the fixed configs beside DeepGEMM")
     what.add_argument("--host", action="store_true", help="time the host's part of a call")
+    what.add_argument("--check", action="store_true", help="check the drop-in over the real DeepGEMM")
     what.add_argument("--summary", action="store_true", help="figures from the rows")
     parser.add_argument(
         "--out", type=Path, help="rows of the duel, or the host's figures (default: the committed file)"
@@ -68,7 +70,6 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--groups", nargs="*", choices=GROUPS, default=list(GROUPS), help="of entries (default: all)")
     parser.add_argument("--names", nargs="*", help="only these entries")
     parser.add_argument("--shortlist", type=Path, help="choose: JSON lines of configs, in place of all candidates")
-    parser.add_argument("--portable-limit", type=int, default=6, help="choose: portable candidates a shape (default 6)")
     parser.add_argument("--first-rounds", type=int, default=3, help="choose: replays of every candidate (default 3)")
     parser.add_argument("--rounds", type=int, default=11, help="replays of the duel and of finalists (default 11)")
     parser.add_argument(
@@ -227,8 +228,13 @@ def main() -> int:
         if not (args.deep_gemm / "deep_gemm").is_dir():
             raise SystemExit(f"{args.deep_gemm} has no folder deep_gemm")
         sys.path.insert(0, str(args.deep_gemm.resolve()))
-    if args.host:
+    if args.host or args.check:
         os.environ.setdefault("DG_JIT_CACHE_DIR", str(args.jit_cache or tempfile.mkdtemp(prefix="peers-deep_gemm-")))
+        if args.check:
+            import peers_check
+
+            held: int = peers_check.run(args.jobs)
+            return held
         import peers_host
 
         code: int = peers_host.run(args.out, not args.no_deep_gemm, 20 * args.rounds, args.commit)

@@ -20,7 +20,7 @@ from torch import Tensor
 from tilewise.dispatch.selector import select
 from tilewise.kernels.arch import current_arch
 from tilewise.kernels.collect import _environment
-from tilewise.kernels.paged_mqa_logits import peers
+from tilewise.kernels.paged_mqa_logits import peers, portable_space
 from tilewise.kernels.paged_mqa_logits.launch import paged_mqa_logits
 from tilewise.kernels.paged_mqa_logits.spec import Config, Shape, candidates
 
@@ -56,7 +56,7 @@ def calls(batch_size: int, next_n: int, heads: int, module: Any) -> tuple[dict[s
 
     found["tilewise.paged_mqa_logits, warm choice, out given"] = ours()
     found["tilewise.paged_mqa_logits, warm choice, allocates"] = ours(allocate=True)
-    portable = next(config for config in candidates(shape, arch) if config.kernel == "portable")
+    portable = portable_space.default_config(shape, arch)
     found["tilewise.paged_mqa_logits, portable config given, out given"] = ours(portable)
     config = hopper_config(shape)
     if config is None:

@@ -237,7 +237,7 @@ def choose(args: Any, todo: Sequence[Entry], deadline: float) -> int:
     listed = shortlist(args.shortlist)
     choices = rows_file.read_choices(args.choices)
     left = [entry for entry in todo if entry.name not in choices and entry.name not in hopeless(args.rows)]
-    configs = {e.name: choice_candidates(e.shape, run.arch, listed, args.portable_limit) for e in left}
+    configs = {e.name: choice_candidates(e.shape, run.arch, listed) for e in left}
     total = sum(map(len, configs.values()))
     print(f"{run.arch.name}: {len(left)} of {len(todo)} entries to choose for, {total} candidates", flush=True)
     run.marker.say(args.compile_limit)

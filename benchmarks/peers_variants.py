@@ -15,10 +15,11 @@ import peers_rows as rows_file
 import torch
 from peers_entries import Entry
 
-from tilewise.dispatch.selector import rank, select
+from tilewise.dispatch.selector import select
 from tilewise.kernels.arch import Arch
 from tilewise.kernels.paged_mqa_logits import peers
 from tilewise.kernels.paged_mqa_logits.launch import compile_config, launcher
+from tilewise.kernels.paged_mqa_logits.portable_space import split_for
 from tilewise.kernels.paged_mqa_logits.reference import worst_error
 from tilewise.kernels.paged_mqa_logits.spec import Config, Shape, candidates, cdiv, is_valid
 from tilewise.kernels.paged_mqa_logits.traits import usual_traits
@@ -56,21 +57,31 @@ def shortlist(path: Path | None) -> list[tuple[dict[str, int], Config]]:
     return found
 
 
-def choice_candidates(
-    shape: Shape, arch: Arch, listed: Sequence[tuple[dict[str, int], Config]], portable_limit: int
-) -> list[Config]:
-    """Configs that a choice is made among: the shortlist's, or every candidate of the kernels of this arch's own.
-
-    Of the portable kernel's candidates only the `portable_limit` best are taken, in the order of `tilewise.rank`.
-    """
+def choice_candidates(shape: Shape, arch: Arch, listed: Sequence[tuple[dict[str, int], Config]]) -> list[Config]:
+    """Configs that a choice is made among: the shortlist's or every candidate, and plain Triton's in any case."""
     if listed:
         sizes = shape.to_dict()
         own = [config for wanted, config in listed if all(sizes[name] == value for name, value in wanted.items())]
         own = [config for config in own if is_valid(shape, config, arch) is None]
     else:
-        own = [config for config in candidates(shape, arch) if config.kernel != "portable"]
-    plain = [ranked.config for ranked in rank(shape, arch=arch) if ranked.config.kernel == "portable"]
-    return list(dict.fromkeys([*own, *plain[:portable_limit]]))
+        own = candidates(shape, arch)
+    return list(dict.fromkeys([*own, *plain_candidates(shape, arch)]))
+
+
+def plain_candidates(shape: Shape, arch: Arch) -> list[Config]:
+    """Configs of the portable kernel, also for shapes at which it is not on offer: it is a peer here.
+
+    Those around the best single rule for this GPU: cached tokens as rows, tiles of 64, 4 warps, about 4 or 8 programs
+    for each multiprocessor.
+    """
+    found = []
+    for fuse_n in dict.fromkeys((shape.next_n, cdiv(shape.next_n, 2), cdiv(shape.next_n, 3), 1)):
+        dots = [dot for dot in (2, 4) if dot <= fuse_n and dot * shape.heads <= 256] or [1]
+        for dot_n in dots:
+            for num_stages, per_unit in ((5, 4), (3, 8)):
+                split_kv = split_for(shape, fuse_n, 64, arch, per_unit)
+                found.append(Config(fuse_n=fuse_n, dot_n=dot_n, split_kv=split_kv, num_stages=num_stages))
+    return [config for config in dict.fromkeys(found) if is_valid(shape, config, arch) is None]
 
 
 def fixed_configs(entry: Entry, choices: dict[str, dict[str, Any]], selecting: bool, arch: Arch) -> dict[Config, str]:
@@ -156,12 +167,13 @@ def compile_ahead(jobs: Iterable[tuple[Any, ...]], workers: int) -> None:
         print("  " + line, flush=True)
 
 
-def triton_jobs(wanted: Iterable[tuple[Shape, Config]]) -> list[tuple[Any, ...]]:
+def triton_jobs(wanted: Iterable[tuple[Shape, Config]], per_token_lens: bool = False) -> list[tuple[Any, ...]]:
     """One job for each binary."""
     found: dict[Any, tuple[Any, ...]] = {}
     for shape, config in wanted:
-        key = launcher(config.kernel).launch_key(shape, config, usual_traits(shape))
-        found.setdefault(key, ("triton", shape, config))
+        traits = usual_traits(shape, per_token_lens=per_token_lens)
+        key = launcher(config.kernel).launch_key(shape, config, traits)
+        found.setdefault(key, ("triton", shape, config, per_token_lens))
     return list(found.values())
 
 
@@ -181,8 +193,8 @@ def _compile_one(kind: str, *job: Any) -> str:
     """In a worker: why it failed, or nothing."""
     try:
         if kind == "triton":
-            shape, config = job
-            compile_config(shape, config, usual_traits(shape))
+            shape, config, per_token_lens = job
+            compile_config(shape, config, usual_traits(shape, per_token_lens=per_token_lens))
         else:
             heads, tokens, rows = job
             module = peers.deep_gemm()

@@ -23,6 +23,9 @@ class Recorder:
     def __init__(self):
         self.traits = []
 
+    def refuses(self, traits):
+        return None
+
     def launch_key(self, shape, config, traits):
         return ("recorded", shape.next_n)
 

@@ -20,7 +20,7 @@ import peers_rows as rows_file  # noqa: E402
 import peers_summary as summary  # noqa: E402
 from paged_cache import make_problem  # noqa: E402
 from peers_entries import base_row, entries  # noqa: E402
-from peers_variants import Variant, check_peer, choice_candidates, peer_variant, shortlist  # noqa: E402
+from peers_variants import Variant, check_peer, choice_candidates, peer_variant, plain_candidates, shortlist  # noqa: E402
 
 from tilewise.errors import UnsupportedError  # noqa: E402
 from tilewise.kernels.arch import get_arch  # noqa: E402
@@ -62,7 +62,7 @@ class LikeDeepGEMM:
         scored, _ = reference_logits(
             values, kv_cache, weights, context_lens, block_table, max_context_len, dtype=torch.float32
         )
-        return torch.where(scored.isfinite(), scored, logits)
+        return logits.copy_(torch.where(scored.isfinite(), scored, logits))
 
 
 def problem_of(lens, next_n, heads=32):
@@ -138,16 +138,19 @@ def test_entries_are_the_ones_that_were_asked_for():
 
 
 def test_candidates_of_a_choice_are_valid_and_a_shortlist_narrows_them(tmp_path):
-    shape = Shape(16, 6, 64, 128, 64, 32768)
-    every = choice_candidates(shape, H200, [], 4)
-    assert 0 < sum(config.kernel == "portable" for config in every) <= 4
+    shape = Shape(16, 6, 64, 128, 64, 131072)
+    every = choice_candidates(shape, H200, [])
+    assert {config.kernel for config in every} >= {"sm90", "portable"}
     assert all(is_valid(shape, config, H200) is None for config in every)
-    config = every[0]
+    plain = plain_candidates(shape, H200)
+    assert {config.kernel for config in plain} == {"portable"}
+    config = next(config for config in every if config.kernel == "sm90")
     lines = [{"config": config.to_dict(), "heads": 64}, {"config": config.to_dict(), "next_n": 5}]
     path = tmp_path / "list.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))
-    assert choice_candidates(shape, H200, shortlist(path), 0) == [config]
-    assert choice_candidates(Shape(16, 6, 32), H200, shortlist(path), 0) == []
+    assert choice_candidates(shape, H200, shortlist(path)) == [config, *plain]
+    other = Shape(16, 6, 32)
+    assert choice_candidates(other, H200, shortlist(path)) == plain_candidates(other, H200)
 
 
 def row(name, roles, us, *, attempt=1, tokens=None, status="correct"):

@@ -24,7 +24,7 @@ from tilewise.errors import CaptureError, InvalidConfigError, InvalidShapeError,
 from tilewise.kernels.arch import Arch, current_arch
 from tilewise.kernels.paged_mqa_logits import launch, peers
 from tilewise.kernels.paged_mqa_logits.launch import USUAL_CONTEXT_LEN, paged_mqa_logits
-from tilewise.kernels.paged_mqa_logits.spec import MAX_NEXT_N, Config, Shape
+from tilewise.kernels.paged_mqa_logits.spec import MAX_NEXT_N, Shape
 
 Query = Tensor | tuple[Tensor, Tensor | None]
 
@@ -48,7 +48,7 @@ def install(max_context_len: int | None = None) -> None:
     """
     global _max_context_len
     _max_context_len = max_context_len
-    _choose.cache_clear()
+    _is_deep_gemms.cache_clear()
     _installed.install(
         {
             peers.FUNCTION: fp8_fp4_paged_mqa_logits,
@@ -231,20 +231,16 @@ def _serve(
             schedule_meta = None  # it was for other rows
         if block_table.stride(1) != 1:
             block_table = block_table.contiguous()
-        config = None
         longest = min(_max_context_len or USUAL_CONTEXT_LEN, width, block_table.shape[1] * block_kv)
-        if batch_size:
-            config = _choose(
-                (batch_size, next_n, heads, head_dim, block_kv, longest), _arch(q), own is not None and not clean
-            )
-            if config is None:
-                return _own_kernel(own, q, kv_cache, weights, context_lens, block_table, schedule_meta, width)
+        sizes = batch_size, next_n, heads, head_dim, block_kv, longest
+        if own is not None and not clean and _is_deep_gemms(sizes, _arch(q)):
+            return _own_kernel(own, q, kv_cache, weights, context_lens, block_table, schedule_meta, width)
         aligned = -(-max(width, 1) // peers.ROW_ALIGNMENT) * peers.ROW_ALIGNMENT
         out = torch.empty((batch_size * next_n, aligned), dtype=torch.float32, device=q.device)
         if aligned != width:
             out = out[:, :width]
         return paged_mqa_logits(
-            q, kv_cache, weights, context_lens, block_table, width, max_context_len=longest, config=config, out=out,
+            q, kv_cache, weights, context_lens, block_table, width, max_context_len=longest, out=out,
             clean_logits=clean,
         )  # fmt: skip
     except (CaptureError, InvalidConfigError, InvalidShapeError, InvalidTensorError):
@@ -255,15 +251,14 @@ def _serve(
 
 
 @functools.lru_cache(maxsize=4096)
-def _choose(sizes: tuple[int, int, int, int, int, int], arch: Arch, own_kernel: bool) -> Config | None:
-    """The config to launch, or None for DeepGEMM's own kernel."""
-    from tilewise.dispatch.selector import select
-
+def _is_deep_gemms(sizes: tuple[int, int, int, int, int, int], arch: Arch) -> bool:
+    """Whether a launch is left to DeepGEMM's own kernel."""
     batch_size, next_n, heads, head_dim, block_kv, longest = sizes
-    shape = Shape(batch_size, next_n, heads, head_dim, block_kv, longest)
-    if own_kernel and peers.why_not(shape, next_n, arch) is None and own_kernel_is_faster(shape, arch):
-        return None
-    return select(shape, arch=arch).config
+    try:
+        shape = Shape(batch_size, next_n, heads, head_dim, block_kv, longest)
+    except InvalidShapeError:  # for tilewise's checks to say
+        return False
+    return peers.why_not(shape, next_n, arch) is None and own_kernel_is_faster(shape, arch)
 
 
 def _own_kernel(
