@@ -26,6 +26,8 @@ from tilewise.kernels.registry import OPS
 # `add_arguments(parser)` and `run(args) -> int`, and is imported when its command is given.
 LAZY = {
     "collect": ("tilewise.kernels.collect", "time launches on this GPU and write profile rows"),
+    "compare": ("tilewise.dispatch.command_compare", "list the shapes whose pick another model changes"),
+    "dump": ("tilewise.dispatch.command_dump", "decide for a whole grid of shapes, and print the digest of that"),
     "capture-plan": ("tilewise.dispatch.command_capture_plan", "say what to compile and load before graph capture"),
     "token": ("tilewise.service.command_token", "make, list or revoke tokens of the REST service"),
     "db": ("tilewise.service.command_db", "upgrade, back up or restore the catalogue of the REST service"),

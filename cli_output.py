@@ -58,6 +58,15 @@ def print_explanation(explained: Explanation) -> None:
     print("\nnearest measured shapes" if explained.nearest else "\nno measured shape to compare with")
     for near in explained.nearest:
         print(f"  {near.shape}: {near.config} took {us(near.latency_us)}")
+        own = "was not measured there" if near.chosen_us is None else f"took {us(near.chosen_us)}"
+        default = "was not" if near.default_us is None else f"took {us(near.default_us)}"
+        print(f"    the chosen config {own}, the default {default}")
+    if explained.moved:
+        print(f"\nwhat moved the prediction, against {explained.moved_against}")
+        for moved in explained.moved:
+            word = "slower" if moved.factor > 1 else "faster"
+            change = 100 * (max(moved.factor, 1 / moved.factor) - 1)
+            print(f"  {moved.group:<10}{change:>7.1f} % {word:<8}{', '.join(moved.features)}")
     print("\nrejected")
     for one in explained.rejected:
         print(f"  {one.config}: {one.reason}")

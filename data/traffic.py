@@ -14,7 +14,6 @@ import io
 import json
 import math
 import os
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -109,15 +108,19 @@ def _shapes(row: Mapping[str, Any]) -> Iterator[tuple[Shape, float]]:
 
 def write_rows(path: str | os.PathLike[str], rows: Iterable[Mapping[str, Any]]) -> int:
     """Write JSON lines, whole or not at all; the number of lines."""
-    target = Path(path)
-    lines = [json.dumps(row) for row in rows]
-    target.parent.mkdir(parents=True, exist_ok=True)
-    handle, scratch = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as out:
-            out.writelines(f"{line}\n" for line in lines)
-        os.replace(scratch, target)
-    except BaseException:
-        Path(scratch).unlink(missing_ok=True)
-        raise
+    lines = [json.dumps(row) + "\n" for row in rows]
+    write_whole(path, lines)
     return len(lines)
+
+
+def write_whole(path: str | os.PathLike[str], lines: Iterable[str]) -> None:
+    """Write a text file beside its place and move it there when it is complete."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        with scratch.open("w", encoding="utf-8") as out:
+            out.writelines(lines)
+        os.replace(scratch, target)
+    finally:
+        scratch.unlink(missing_ok=True)

@@ -72,6 +72,8 @@ class Neighbour:
     distance: float  # doublings, summed over the sizes
     config: Config
     latency_us: float
+    chosen_us: float | None  # what was measured there for the chosen config (with no more splits than tiles)
+    default_us: float | None  # and for the default config of that shape
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -80,7 +82,22 @@ class Neighbour:
             "distance": self.distance,
             "config": self.config.to_dict(),
             "latency_us": self.latency_us,
+            "chosen_us": self.chosen_us,
+            "default_us": self.default_us,
         }
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A group of features, and by how much it makes the chosen config's predicted time differ from another's."""
+
+    group: str
+    factor: float  # above 1, it makes the chosen one slower
+    features: tuple[str, ...]  # those that differ
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {"group": self.group, "factor": self.factor, "features": list(self.features)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +111,8 @@ class Explanation:
     nearest: tuple[Neighbour, ...]
     features: dict[str, float]  # of the chosen config; empty without a bundle
     floor_us: float  # no launch is much faster than this
+    moved: tuple[Moved, ...]  # what makes the chosen config's predicted time differ, see dispatch/attribution.py
+    moved_against: Config | None  # from that of this one: the default, or the runner-up where the default was chosen
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -105,4 +124,6 @@ class Explanation:
             "nearest": [one.to_dict() for one in self.nearest],
             "features": dict(self.features),
             "floor_us": self.floor_us,
+            "moved": [one.to_dict() for one in self.moved],
+            "moved_against": None if self.moved_against is None else self.moved_against.to_dict(),
         }

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from tilewise.dispatch.decision import Explanation, Neighbour, Ranked, Rejected
+from tilewise.dispatch.attribution import what_moved
+from tilewise.dispatch.decision import Explanation, Moved, Neighbour, Ranked, Rejected
 from tilewise.dispatch.ladder import Assessment
+from tilewise.errors import InvalidConfigError
 from tilewise.kernels.arch import Arch
-from tilewise.kernels.paged_mqa_logits.spec import SPACES, Config, floor_us, is_valid, space
+from tilewise.kernels.paged_mqa_logits.spec import SPACES, Config, Shape, default_config, floor_us, is_valid, space
 from tilewise.models.bundle import Bundle
+from tilewise.models.expected import as_run
 from tilewise.models.features import FEATURES
 
 NEIGHBOURS = 5
@@ -25,12 +28,25 @@ def explain_assessment(found: Assessment, arch: Arch, bundle: Bundle | None) -> 
     """The decision with everything that it was weighed against."""
     features: dict[str, float] = {}
     near: list[Neighbour] = []
+    moved: tuple[Moved, ...] = ()
+    against: Config | None = None
     if bundle is not None:
+        other = found.runner_up if found.chosen == found.default else found.default
+        if other is not None and found.time_of(found.chosen) is not None and found.time_source in ("model", "exact"):
+            against = found.configs[other]
+            moved = what_moved(bundle, found.shape, found.configs[found.chosen], against)
         row = bundle.features(found.shape, [found.configs[found.chosen]])[0]
         features = dict(zip(FEATURES, row.tolist(), strict=True))
         for index, distance in bundle.exact.nearest(found.shape, NEIGHBOURS):
+            shape = bundle.exact.shape(index)
             config, latency_us = bundle.exact.best(index)
-            near.append(Neighbour(bundle.exact.shape(index), distance, config, latency_us))
+            times = bundle.exact.times(index)
+            chosen_us = times.get(as_run(found.configs[found.chosen], shape))
+            near.append(
+                Neighbour(
+                    shape, distance, config, latency_us, _known(chosen_us), _known(_default_us(shape, arch, times))
+                )
+            )
     return Explanation(
         arch=arch.name,
         shape=found.shape,
@@ -39,7 +55,20 @@ def explain_assessment(found: Assessment, arch: Arch, bundle: Bundle | None) -> 
         nearest=tuple(near),
         features=features,
         floor_us=floor_us(found.shape, arch),
+        moved=moved,
+        moved_against=against,
     )
+
+
+def _default_us(shape: Shape, arch: Arch, times: dict[Config, float]) -> float | None:
+    try:
+        return times.get(default_config(shape, arch))
+    except InvalidConfigError:
+        return None
+
+
+def _known(time: float | None) -> float | None:
+    return None if time is None or time != time else time
 
 
 def _rejected(found: Assessment, arch: Arch) -> list[Rejected]:

@@ -160,6 +160,10 @@ class Selector:
         shape = as_shape(shape, sizes)
         return explain_assessment(self._assess(state, shape), self.arch, state.known.bundle)
 
+    def weigh(self, shape: Shape) -> Assessment:
+        """What `select` decides by: every config on offer with its time. Neither remembered nor counted."""
+        return self._assess(self._state, as_shape(shape, {}))
+
     # -- state
 
     @property
