@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tempfile
@@ -14,6 +15,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+_log = logging.getLogger("tilewise.requests")
 FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0, 30.0)
 
@@ -93,8 +95,20 @@ class Count:
         finally:
             route = getattr(scope.get("route"), "path", "none")
             method = scope["method"] if scope["method"] in _METHODS else "other"
+            taken_s = time.perf_counter() - began
             self._metrics.requests.labels(method, route, str(status)).inc()
-            self._metrics.latency.labels(route).observe(time.perf_counter() - began)
+            self._metrics.latency.labels(route).observe(taken_s)
+            caller = scope.get("state", {}).get("caller")
+            if _log.isEnabledFor(level := logging.INFO if _changes(method, route) else logging.DEBUG):
+                said = {"method": method, "route": route, "status": status, "ms": round(1e3 * taken_s, 3)}
+                by = {"caller": caller.name} if caller is not None and caller.name else {}
+                _log.log(level, "%s %s %s", method, route, status, extra={**said, **by})
 
 
+def _changes(method: str, route: str) -> bool:
+    """Whether a request changes something that lasts: those are logged as a matter of course."""
+    return method not in ("GET", "HEAD") and not route.startswith(_ASKING)
+
+
+_ASKING = ("/v1/select", "/v1/rank", "/v1/explain", "/v1/compare", "/v1/shapes", "none")
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")

@@ -7,6 +7,7 @@ import inspect
 import json
 import logging
 import os
+import signal
 import sys
 from collections.abc import Iterable, Iterator
 
@@ -130,6 +131,8 @@ def serve(
 @contextlib.contextmanager
 def _beside(settings: Settings) -> Iterator[None]:
     """What runs beside the workers: the folder of their counts, and the process that runs jobs."""
+    # uvicorn sends a signal that it has dealt with once more when it is done, and the default would end us here.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     tidy(settings)
     forget_metrics = metrics.prepare()
     runner = None

@@ -92,10 +92,11 @@ class Runner:
             try:
                 cancelled = renew(self.catalogue, lease, self.settings.job_lease_s)
                 renewed = time.monotonic()
-            except LostJobError:
-                if process.poll() is not None:  # it wrote down its own end
-                    return process.returncode
-                raise
+            except LostJobError as lost:
+                try:
+                    return process.wait(GRACE_S)  # it wrote down its own end, and is about to go
+                except subprocess.TimeoutExpired:
+                    raise lost from None
             except CatalogueError:
                 if time.monotonic() - renewed > 0.8 * self.settings.job_lease_s:
                     raise  # another may take the job soon: its process must be gone by then

@@ -22,12 +22,19 @@ def server_url() -> str:
     """URL of a server where databases may be made; the test is skipped where there is none."""
     if url := os.environ.get("TILEWISE_TEST_DATABASE_URL"):
         return url
+    server = own_server()
+    atexit.register(server.stop)
+    return server.url
+
+
+def own_server() -> Server:
+    """A server started here, for the caller to stop; the test is skipped where PostgreSQL is not installed."""
     if importlib.util.find_spec("psycopg") is None:
-        pytest.skip("needs psycopg")
+        pytest.skip("needs psycopg: pip install -e '.[postgresql]'")
     binaries = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb")) or [Path(shutil.which("initdb") or "")]
     if not binaries[-1].is_file():
         pytest.skip("needs PostgreSQL: apt-get install postgresql")
-    return Server(binaries[-1].parent).url
+    return Server(binaries[-1].parent)
 
 
 def fresh_database() -> str:
@@ -44,7 +51,7 @@ def fresh_database() -> str:
 
 
 class Server:
-    """A server of our own, on a socket in a temporary folder; it ends with this process."""
+    """A server of our own, on a socket in a temporary folder."""
 
     def __init__(self, binaries: Path) -> None:
         self.binaries = binaries
@@ -55,7 +62,6 @@ class Server:
         self._call("initdb", "-D", str(self.folder / "data"), "-U", "postgres", "--auth=trust", "--no-sync")
         self.url = f"postgresql://postgres@/postgres?host={self.folder}"
         self.process = self.start()
-        atexit.register(self.stop)
 
     def start(self) -> subprocess.Popen[bytes]:
         """Start it, and wait until it answers."""
