@@ -177,7 +177,8 @@ def duel(args: Any, todo: Sequence[Entry], deadline: float) -> int:
     missed = _duel_entries(run, left, configs, 1, args.rounds)
     if not missed and args.duel_again:
         kept = rows_file.read(args.out)
-        again = summary.beyond_limits(kept, "ours" if choices else "select") - hopeless(args.rows)
+        roles = ["ours"] * bool(choices) + ["select"] * args.select
+        again = set().union(*(summary.beyond_limits(kept, role) for role in roles)) - hopeless(args.rows)
         again -= {row["name"] for row in kept if row["attempt"] > 1 and row["status"] == "correct"}
         print(f"{len(again)} entries are beyond a limit and duelled again: {', '.join(sorted(again))}", flush=True)
         missed += _duel_entries(run, [e for e in todo if e.name in again], configs, 2, 2 * args.rounds)
@@ -273,10 +274,10 @@ def choose(args: Any, todo: Sequence[Entry], deadline: float) -> int:
         about["measured_at"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         rows_file.write_choices(args.choices, about, choices)
         wrong = [v for v in variants if v.timing.status not in ("correct", "constraints")]
-        for variant in wrong:
+        for variant in wrong[:3]:
             print(f"  {entry.name} {variant.label}: {variant.timing.status}: {variant.timing.reason}", flush=True)
         text = ", ".join(f"{key} {value:.2f}" for key, value in made["latency_us"].items())
-        print(f"{entry.name}: {text} of {len(variants)} ({time.time() - begun:.1f} s)", flush=True)
+        print(f"{entry.name}: {text} of {len(variants)}, {len(wrong)} failed ({time.time() - begun:.1f} s)", flush=True)
         del problem, variants, finalists
     return 0
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
-PAGES = ("docs/measured-h200.md", "README.md")
+PAGES = ("docs/measured-h200.md", "docs/deep_gemm.md", "README.md")
 MARK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -28,6 +28,8 @@ def tables() -> dict[str, Callable[[], str]]:
     import floor_share
     import fused_vs_per_next_n
     import m_efficiency
+    import peers_rows
+    import peers_summary
     import portable_vs_prototype
     from measured_rows import FIRST_PASS, load
 
@@ -58,6 +60,9 @@ def tables() -> dict[str, Callable[[], str]]:
         "fused-detail": lambda: fused_vs_per_next_n.detail(uniform),
         "floor-share": lambda: floor_share.table(rows, "h200"),
         "portable-vs-prototype": prototype,
+        "peers": lambda: peers_summary.overview(peers_rows.read(peers_rows.ROWS), "ours"),
+        "peers-select": lambda: peers_summary.overview(peers_rows.read(peers_rows.ROWS), "select"),
+        "peers-every-launch": lambda: peers_summary.table(peers_rows.read(peers_rows.ROWS), "ours"),
     }
 
 
