@@ -128,13 +128,18 @@ def _weigh(shape: Shape, arch: Arch, known: Knowledge, use_exact: bool) -> Asses
     if use_exact and index is not None:
         if all(configs[i] in measured for i in usable):
             found.times[usable] = [measured[configs[i]] for i in usable]
-            return _choose(found, bundle, known, "exact")
+            return _choose(found, bundle, known, "exact", bundle.noise_margin)
         found.misses.append("partly_measured")
         partly = _partly_measured([configs[i] in measured for i in usable])
     found.times[usable] = bundle.predict_us(shape, [configs[i] for i in usable])
     outside = bundle.regime.outside(shape)
-    if not outside:
-        found = _choose(found, bundle, known, "model")
+    margin, _ = bundle.margin(shape)
+    if margin is not None:
+        found = _choose(found, bundle, known, "model", margin)
+        if outside:
+            found.regime = "extrapolated"
+            found.misses.append("extrapolated")
+            found.reason = f"beyond what was measured ({', '.join(one.text for one in outside)}): {found.reason}"
         found.reason += partly
         return found
 
@@ -202,9 +207,8 @@ def note_kernels(
                 notes[i] = f"kernel {config.kernel} is not in the bundle"
 
 
-def _choose(found: Assessment, bundle: Bundle, known: Knowledge, source: Source) -> Assessment:
-    """Take the best by the times, unless the default is as good within noise."""
-    margin = bundle.noise_margin
+def _choose(found: Assessment, bundle: Bundle, known: Knowledge, source: Source, margin: float) -> Assessment:
+    """Take the best by the times, unless the default is as good within the margin."""
     found.chosen, found.runner_up = choose(found.configs, found.times, found.default, margin)
     found.source = found.time_source = source
     verb = "measured" if source == "exact" else "predicted"
@@ -216,7 +220,13 @@ def _choose(found: Assessment, bundle: Bundle, known: Knowledge, source: Source)
         if gap > 0.0:
             found.reason = (
                 f"the default is {verb} {100 * gap:.1f} % behind the fastest of {timed} configs, within the noise "
-                f"margin of {100 * margin:.1f} %."
+                f"margin of {100 * bundle.noise_margin:.1f} %."
+            )
+        if gap > bundle.noise_margin:
+            found.misses.append("abstained")
+            found.reason = (
+                f"a gain of {100 * gap:.1f} % over the default is predicted, and {100 * margin:.1f} % would be needed "
+                f"for it to be sure: the default config."
             )
     elif default_us != default_us:
         found.reason = f"{verb} fastest of {timed} configs; the default cannot be used: {found.notes[found.default]}."

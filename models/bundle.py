@@ -25,6 +25,7 @@ import numpy.typing as npt
 from tilewise.errors import InvalidBundleError, TilewiseError
 from tilewise.kernels.arch import Arch
 from tilewise.kernels.paged_mqa_logits.spec import SHAPE_FIELDS, Config, Shape
+from tilewise.models.bucket_transfer import check_bucket_transfers
 from tilewise.models.exact import ARRAYS as EXACT_ARRAYS
 from tilewise.models.exact import Exact
 from tilewise.models.features import (
@@ -38,12 +39,13 @@ from tilewise.models.features import (
     shape_features,
 )
 from tilewise.models.forest import Forest
+from tilewise.models.guard import Guard
 from tilewise.models.regime import Regime
 from tilewise.models.smooth import ARRAYS as LEVEL_ARRAYS
 from tilewise.models.smooth import Smooth
 
 FORMAT = "tilewise-bundle"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 MAX_FILE_BYTES = 256 << 20
 MOST_US = 1e12  # stands for a predicted time that is no number
@@ -81,6 +83,7 @@ class Bundle:
     level: Smooth
     exact: Exact
     regime: Regime
+    guard: Guard
     arch: Arch
 
     @property
@@ -114,6 +117,11 @@ class Bundle:
     def noise_margin(self) -> float:
         """Two times of this ratio, less 1, are a tie."""
         return float(self.manifest["noise_margin"])
+
+    def margin(self, shape: Shape) -> tuple[float | None, str]:
+        """The predicted gain over the default, a ratio less 1, that a pick for this shape needs, and a clause that says
+        why; None where no prediction is sure enough."""
+        return self.guard.margin(self.regime.beyond(shape), self.noise_margin)
 
     def features(self, shape: Shape, configs: Sequence[Config]) -> npt.NDArray[np.float64]:
         """[len(configs), len(FEATURES)]"""
@@ -208,7 +216,7 @@ class Bundle:
         }
         full = json.loads(json.dumps(full, allow_nan=False))
         full["digest"] = _digest(full)
-        return cls(full, rank, level, exact, Regime.from_dict(full["regime"]), arch)
+        return cls(full, rank, level, exact, Regime.from_dict(full["regime"]), Guard.from_dict(full["guard"]), arch)
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Bundle:
@@ -230,12 +238,13 @@ class Bundle:
             exact = Exact.from_arrays({name: arrays[f"exact_{name}"] for name in EXACT_ARRAYS}, manifest["exact"])
             _check_manifest(manifest)
             regime = Regime.from_dict(manifest["regime"])
+            guard = Guard.from_dict(manifest["guard"])
             arch = Arch(**manifest["arch_facts"])
         except InvalidBundleError as error:
             raise InvalidBundleError(f"bundle {path}: {error}") from error
         except (*_MALFORMED, TilewiseError) as error:
             raise InvalidBundleError(f"bundle {path} is malformed: {type(error).__name__}: {error}") from error
-        return cls(manifest, rank, level, exact, regime, arch)
+        return cls(manifest, rank, level, exact, regime, guard, arch)
 
 
 SQUASH = 0.15
@@ -315,6 +324,7 @@ def _check_manifest(manifest: Mapping[str, Any]) -> None:
         raise InvalidBundleError(f"toolchain must be an object of lists of texts, got {toolchain!r}")
     if not all(isinstance(manifest[name], dict) for name in ("metrics", "data", "training")):
         raise InvalidBundleError("metrics, data and training must be objects")
+    check_bucket_transfers(manifest.get("bucket_transfers", {}))
     if not isinstance(manifest["golden"], list):
         raise InvalidBundleError("golden must be a list")
 

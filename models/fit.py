@@ -32,8 +32,8 @@ RANK_PARAMETERS: dict[str, Any] = {
 # The process of the level: the pair of highest likelihood is taken. A grid rather than an optimiser, so that the choice
 # does not hang on the last bit of a sum.
 LEVEL_PARAMETERS: dict[str, Any] = {
-    "length_scale": [1.0, 1.5, 2.0, 3.0, 4.5, 6.5, 10.0],
-    "noise_level": [1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1],
+    "length_scale": [2.0, 4.0, 8.0, 16.0, 32.0],
+    "noise_level": [1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2],
 }
 # A config this far from its shape's best, in log time, weighs half.
 HALF_WEIGHT = 0.2
@@ -69,13 +69,14 @@ def examples(measured: Measurements, arch: Arch) -> Examples:
         arch,
     )
     ratio = logs - best[shape_id]
+    # Rounded, because logarithms differ in the last bit from machine to machine.
     return Examples(
         cell,
         np.hstack([shape_rows[shape_id], own]),
-        squash(ratio),
-        1.0 / (1.0 + (ratio / HALF_WEIGHT) ** 2),
+        np.round(squash(ratio), 9),
+        np.round(1.0 / (1.0 + (ratio / HALF_WEIGHT) ** 2), 9),
         shape_rows,
-        best - np.log(floors_us(shapes, arch)),
+        np.round(best - np.log(floors_us(shapes, arch)), 9),
     )
 
 
@@ -87,7 +88,7 @@ def fit_regressors(data: Examples, rows: Any, shapes: Any, seed: int) -> tuple[A
     try:
         from sklearn.ensemble import HistGradientBoostingRegressor
         from sklearn.gaussian_process import GaussianProcessRegressor
-        from sklearn.gaussian_process.kernels import RBF, ConstantKernel, WhiteKernel
+        from sklearn.gaussian_process.kernels import ConstantKernel, Matern, WhiteKernel
         from sklearn.preprocessing import StandardScaler
         from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
     except ImportError as error:
@@ -103,7 +104,7 @@ def fit_regressors(data: Examples, rows: Any, shapes: Any, seed: int) -> tuple[A
         rank.fit(data.rank_rows[rows], data.rank_target[rows], sample_weight=data.rank_weight[rows])
         for length in LEVEL_PARAMETERS["length_scale"]:
             for noise in LEVEL_PARAMETERS["noise_level"]:
-                kernel = ConstantKernel(1.0) * RBF(length) + WhiteKernel(noise)
+                kernel = ConstantKernel(1.0) * Matern(length, nu=1.5) + WhiteKernel(noise)
                 process = GaussianProcessRegressor(kernel, optimizer=None, normalize_y=True)
                 processes.append(process.fit(standard, target))
     return rank, (scaler, max(processes, key=lambda process: round(process.log_marginal_likelihood_value_, 6)))

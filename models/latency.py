@@ -13,11 +13,16 @@ import numpy as np
 from tilewise.errors import InvalidProfileError
 from tilewise.kernels.arch import Arch, get_arch
 from tilewise.kernels.paged_mqa_logits.spec import Config, Shape, default_config
+from tilewise.models.baselines import shape_distance
+from tilewise.models.bucket_transfer import bucket_transfers
 from tilewise.models.bundle import Bundle
-from tilewise.models.evaluate import DEFAULT_FOLDS, Progress, evaluate_measurements, noise_margin, shape_distance
+from tilewise.models.evaluate import DEFAULT_FOLDS, evaluate_measurements
 from tilewise.models.exact import Exact
-from tilewise.models.fit import LEVEL_PARAMETERS, RANK_PARAMETERS, examples, fit
+from tilewise.models.fit import LEVEL_PARAMETERS, RANK_PARAMETERS, Examples, examples, fit
 from tilewise.models.golden import golden_picks
+from tilewise.models.guard import CONFIDENCE, Guard, Trial
+from tilewise.models.holdout import Progress, calibrate, default_timed, fold_splits, hold_out, trials
+from tilewise.models.judging import noise_margin, noise_of
 from tilewise.models.measurements import Measurements, measurements
 from tilewise.models.regime import GROUP, RANGES, Regime, range_value
 from tilewise.models.transfer import transfer
@@ -30,6 +35,7 @@ def train(
     arch: str,
     seed: int = 0,
     folds: int = DEFAULT_FOLDS,
+    jobs: int = 1,
     progress: Progress | None = None,
 ) -> Bundle:
     """A bundle from the columns of a profile (data/records.py), the same for the same rows whatever their order.
@@ -46,11 +52,17 @@ def train(
     if progress:
         progress("fit", 1, 1)
     metrics: dict[str, Any] = {}
+    guard = Guard(CONFIDENCE, {})
     if folds:
+        inside: list[Trial] = []
         try:
-            metrics = evaluate_measurements(measured, facts, seed=seed, folds=folds, progress=progress)
+            metrics, inside = evaluate_measurements(
+                measured, facts, seed=seed, folds=folds, jobs=jobs, progress=progress
+            )
+            metrics = _rounded(metrics)
         except InvalidProfileError as error:  # too little was timed twice to judge: that is said, not hidden
             metrics = {"none": str(error)}
+        guard = _guard(measured, facts, data, inside, seed, folds, jobs, progress)
     exact = exact_table(measured)
     manifest = {
         "op": measured.op,
@@ -59,6 +71,8 @@ def train(
         "kernel_hashes": dict(measured.kernel_hashes),
         "toolchain": dict(measured.toolchain),
         "noise_margin": noise_margin(measured),
+        "noise": noise_of(measured),
+        "guard": guard.to_dict(),
         "data": {
             "digest": data_digest(measured),
             "rows": measured.rows,
@@ -72,12 +86,43 @@ def train(
             "rank": RANK_PARAMETERS,
             "level": LEVEL_PARAMETERS,
         },
+        "bucket_transfers": bucket_transfers(measured),
         "regime": Regime.of(_timed(measured), measured_transfers(measured, facts)).to_dict(),
         "metrics": metrics,
         "golden": [],
     }
     bundle = Bundle.create(manifest, rank, level, exact, facts)
     return Bundle.create({**manifest, "golden": golden_picks(bundle)}, rank, level, exact, facts)
+
+
+def _guard(
+    measured: Measurements,
+    arch: Arch,
+    data: Examples,
+    inside: list[Trial],
+    seed: int,
+    folds: int,
+    jobs: int,
+    progress: Progress | None,
+) -> Guard:
+    """The gain that picks are asked for; `inside` are the trials of folds, where they were made already."""
+    noise = noise_margin(measured)
+    if not any(default_timed(measured, arch, at) for at in range(len(measured.shapes))):
+        return Guard(CONFIDENCE, {})
+    if not inside:
+        splits = [split for split in fold_splits(measured.shapes, folds, seed) if len(split.train)]
+        made = hold_out(measured, arch, data, splits, seed=seed, jobs=jobs, progress=progress)
+        inside = trials(measured, arch, splits, made)
+    return calibrate(measured, arch, data, inside, noise=noise, seed=seed, jobs=jobs, progress=progress)
+
+
+def _rounded(value: Any) -> Any:
+    """Figures to six digits after the point, so that they are the same on every machine."""
+    if isinstance(value, dict):
+        return {key: _rounded(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_rounded(one) for one in value]
+    return round(value, 6) if isinstance(value, float) else value
 
 
 def exact_table(measured: Measurements) -> Exact:

@@ -13,6 +13,8 @@ from tilewise.kernels.paged_mqa_logits.spec import Shape
 # A group is the sizes that a kernel is compiled for; between groups nothing is interpolated.
 GROUP = ("heads", "head_dim", "block_kv", "cache_layout")
 RANGES = ("batch_size", "next_n", "max_context_len", "raggedness")
+# A size that kernels are compiled for, too, but which a model may interpolate: its values are kept beside its range.
+VALUES = "next_n"
 
 # A transfer may replace the default only if the worst one measured lost no more than this.
 WORST_TRANSFER = 1.10
@@ -35,6 +37,7 @@ class Regime:
 
     groups: Mapping[tuple[Any, ...], Mapping[str, tuple[float, float]]]
     transfers: Mapping[str, Mapping[str, Any]]  # "batch_size high" and so on
+    values: Mapping[tuple[Any, ...], tuple[int, ...]]  # of next_n, that were measured in each group
 
     def outside(self, shape: Shape) -> list[Outside]:
         """How the shape leaves the trained regime; empty where it is inside."""
@@ -53,12 +56,36 @@ class Regime:
                 found.append(Outside(name, side, reach, _outside_text(name, value, low, high)))
         return found
 
+    def beyond(self, shape: Shape) -> dict[str, float]:
+        """The sizes by which the shape leaves what was measured, and how far, in doublings; empty where it is inside.
+
+        Beside `outside`, a next_n within the range that was not measured counts.
+        """
+        found = {one.dimension: one.reach for one in self.outside(shape)}
+        group = tuple(getattr(shape, name) for name in GROUP)
+        if group in self.groups:
+            known = self.values[group]
+            if shape.next_n not in known:
+                found[VALUES] = min(abs(math.log2(shape.next_n / value)) for value in known)
+        else:  # nothing was measured in its group: its other sizes are held against those of all groups
+            for name in RANGES:
+                low = min(ranges[name][0] for ranges in self.groups.values())
+                high = max(ranges[name][1] for ranges in self.groups.values())
+                value = range_value(shape, name)
+                if not low <= value <= high:
+                    edge = low if value < low else high
+                    found[name] = abs(math.log2(max(value, 1e-9) / max(edge, 1e-9)))
+        return found
+
     def _unmeasured(self, group: tuple[Any, ...]) -> Outside:
         for at, name in enumerate(GROUP):
             measured = sorted({known[at] for known in self.groups})
             if group[at] not in measured:
                 words = ", ".join(map(str, measured))
-                return Outside(name, "unmeasured", math.inf, f"{name} {group[at]} was not measured, only {words}")
+                reach = math.inf
+                if name != "cache_layout":
+                    reach = min(abs(math.log2(group[at] / value)) for value in measured)
+                return Outside(name, "unmeasured", reach, f"{name} {group[at]} was not measured, only {words}")
         sizes = ", ".join(f"{name} {value}" for name, value in zip(GROUP, group, strict=True))
         return Outside("group", "unmeasured", math.inf, f"no shape with {sizes} was measured")
 
@@ -82,7 +109,11 @@ class Regime:
     def to_dict(self) -> dict[str, Any]:
         """Plain values for the manifest."""
         groups = [
-            {**dict(zip(GROUP, group, strict=True)), **{name: list(ranges[name]) for name in RANGES}}
+            {
+                **dict(zip(GROUP, group, strict=True)),
+                **{name: list(ranges[name]) for name in RANGES},
+                f"{VALUES}_values": list(self.values[group]),
+            }
             for group, ranges in sorted(self.groups.items())
         ]
         return {"groups": groups, "transfers": {key: dict(value) for key, value in sorted(self.transfers.items())}}
@@ -90,7 +121,7 @@ class Regime:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Regime:
         """What `to_dict` wrote; InvalidBundleError otherwise."""
-        groups = {}
+        groups, known_values = {}, {}
         for group in values["groups"]:
             ranges = {}
             for name in RANGES:
@@ -98,26 +129,34 @@ class Regime:
                 if not all(type(edge) in (int, float) and math.isfinite(edge) for edge in (low, high)):
                     raise InvalidBundleError(f"regime {name} must be two finite numbers, got {group[name]!r}")
                 ranges[name] = (low, high)
-            groups[tuple(group[name] for name in GROUP)] = ranges
+            key = tuple(group[name] for name in GROUP)
+            groups[key] = ranges
+            known = group[f"{VALUES}_values"]
+            if not known or not all(type(value) is int and value > 0 for value in known):
+                raise InvalidBundleError(f"regime {VALUES}_values must be whole numbers above 0, got {known!r}")
+            known_values[key] = tuple(known)
         transfers: dict[str, dict[str, Any]] = {}
         for key, known in values["transfers"].items():
             for name in ("shapes", "reach", "worst", "geomean", "default_geomean"):
                 if type(known[name]) not in (int, float) or not math.isfinite(known[name]):
                     raise InvalidBundleError(f"transfer {key} needs a finite {name}, got {known[name]!r}")
             transfers[str(key)] = dict(known)
-        return cls(groups, transfers)
+        return cls(groups, transfers, known_values)
 
     @classmethod
     def of(cls, shapes: Sequence[Shape], transfers: Mapping[str, Mapping[str, Any]]) -> Regime:
         """The regime that some measured shapes span."""
         groups: dict[tuple[Any, ...], dict[str, tuple[float, float]]] = {}
+        values: dict[tuple[Any, ...], set[int]] = {}
         for shape in shapes:
-            ranges = groups.setdefault(tuple(getattr(shape, name) for name in GROUP), {})
+            key = tuple(getattr(shape, name) for name in GROUP)
+            values.setdefault(key, set()).add(shape.next_n)
+            ranges = groups.setdefault(key, {})
             for name in RANGES:
                 value = range_value(shape, name)
                 low, high = ranges.get(name, (value, value))
                 ranges[name] = (min(low, value), max(high, value))
-        return cls(groups, transfers)
+        return cls(groups, transfers, {key: tuple(sorted(found)) for key, found in values.items()})
 
 
 def range_value(shape: Shape, name: str) -> float:

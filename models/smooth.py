@@ -23,7 +23,11 @@ ARRAYS: dict[str, tuple[str, int]] = {
 
 @dataclass(frozen=True)
 class Smooth:
-    """offset + sum over points of weight * exp(-|x - point|^2 / (2 length^2)), x standardised."""
+    """offset + sum over points of weight * (1 + r) * exp(-r), r = sqrt(3) |x - point| / length, x standardised.
+
+    The kernel is the Matern one of order 3/2, for a function with one derivative: times have kinks where a wave of
+    programs fills up.
+    """
 
     points: Floats
     weights: Floats
@@ -36,7 +40,8 @@ class Smooth:
         """[n] values for [n, features] rows."""
         x = (rows - self.center) / self.scale
         square = ((x[:, None, :] - self.points[None, :, :]) ** 2).sum(axis=2)
-        values: Floats = self.offset + np.exp(square / (-2.0 * self.length**2)) @ self.weights
+        r = np.sqrt(square) * (np.sqrt(3.0) / self.length)
+        values: Floats = self.offset + ((1.0 + r) * np.exp(-r)) @ self.weights
         return values
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
@@ -67,14 +72,19 @@ class Smooth:
 
 
 def export(scaler: Any, process: Any) -> Smooth:
-    """A fitted StandardScaler and the GaussianProcessRegressor behind it (constant times RBF, plus white noise)."""
+    """A fitted StandardScaler and the GaussianProcessRegressor behind it (constant times Matern 3/2, plus white noise).
+
+    Weights are rounded to six digits, which moves no prediction by a thousandth: a linear solver's last bits differ
+    from machine to machine.
+    """
     signal, _ = process.kernel_.k1, process.kernel_.k2  # the noise is part of the weights
     deviation = float(np.ravel(process._y_train_std)[0])
+    weights = np.ravel(process.alpha_) * (deviation * signal.k1.constant_value)
     return Smooth(
-        np.array(process.X_train_),
-        np.ravel(process.alpha_) * (deviation * signal.k1.constant_value),
-        np.array(scaler.mean_),
-        np.array(scaler.scale_),
-        float(np.ravel(process._y_train_mean)[0]),
+        np.round(process.X_train_, 9),
+        np.array([float(f"{weight:.6g}") for weight in weights]),
+        np.round(scaler.mean_, 9),
+        np.round(scaler.scale_, 9),
+        round(float(np.ravel(process._y_train_mean)[0]), 9),
         float(signal.k2.length_scale),
     )

@@ -55,7 +55,7 @@ EXTREMES = [
 def test_features_are_finite_numbers_on_the_grid(shape: Shape, arch) -> None:
     bundle = trained.bundle()
     configs = [Config(), Config("v999", 8, 8, "heads", 512, 1 << 30, 16, 8, 8, "balanced", "mfma", "e", "p", 4, 2, 2)]
-    rows = type(bundle)(bundle.manifest, bundle.rank, bundle.level, bundle.exact, bundle.regime, arch).features(
+    rows = type(bundle)(bundle.manifest, bundle.rank, bundle.level, bundle.exact, bundle.regime, bundle.guard, arch).features(
         shape, configs
     )
     assert rows.shape == (2, len(FEATURES)) == (2, len(SHAPE_FEATURES) + len(CONFIG_FEATURES))
