@@ -164,6 +164,11 @@ def add_evaluate(parser: argparse.ArgumentParser) -> None:
         choices=LEAVE_OUT,
         help=f"also hold out each value of a field in turn: {', '.join(LEAVE_OUT)}; repeatable",
     )
+    parser.add_argument(
+        "--context",
+        action="store_true",
+        help="judge the one config for every context instead, as under a captured graph",
+    )
 
 
 def _between(low: int, high: int) -> Callable[[str], int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib.util
 from pathlib import Path
@@ -21,7 +22,7 @@ from tilewise.cli_output import (
     us,
 )
 from tilewise.data.home import home_dir, require_writable
-from tilewise.errors import InvalidProfileError, UnsupportedError
+from tilewise.errors import InvalidBundleError, InvalidProfileError, UnsupportedError
 from tilewise.kernels.arch import current_arch, get_arch
 from tilewise.kernels.paged_mqa_logits.spec import SHAPE_FIELDS, Shape
 
@@ -102,7 +103,28 @@ def _profile(args: argparse.Namespace) -> tuple[str, Any]:
     return arch, profile
 
 
+def _evaluate_context(args: argparse.Namespace) -> int:
+    from tilewise.models.bundle import Bundle
+    from tilewise.models.evaluate_context import evaluate_context
+    from tilewise.models.registry import current
+
+    arch, profile = _profile(args)
+    gain = None  # what picks are asked for is that of the model in force, where there is one
+    with contextlib.suppress(InvalidBundleError):
+        bundle = Bundle.load(current(args.op, arch, args.home))
+        gain, _ = bundle.guard.margin({}, bundle.noise_margin)
+    with progress_bar() as progress:
+        result = evaluate_context(profile.columns, op=args.op, arch=arch, seed=args.seed, gain=gain, progress=progress)
+    if args.json:
+        print_json(result)
+        return 0
+    print_fields({name: value for name, value in result.items() if name != "kinds"}, width=32)
+    return 0
+
+
 def run_evaluate(args: argparse.Namespace) -> int:
+    if args.context:
+        return _evaluate_context(args)
     from tilewise.models.evaluate import evaluate
 
     arch, profile = _profile(args)

@@ -23,10 +23,10 @@ def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def print_fields(fields: dict[str, Any]) -> None:
+def print_fields(fields: dict[str, Any], width: int = 16) -> None:
     for name, value in fields.items():
         if value is not None:
-            print(f"{name:<16}{value}")
+            print(f"{name:<{width}}{value}")
 
 
 def us(value: float | None) -> str:

@@ -2,8 +2,8 @@
 
     python benchmarks/selection_memory.py [--shapes 1000000] [--arch h200] [--bundle FOLDER] [--mode on] [--json]
 
-Every shape is asked for once as a Shape and once by its sizes, so that both memories of decisions fill. With `--mode off`
-nothing is weighed, which takes a twentieth of the time and fills the memories all the same.
+Every shape is asked for once as a Shape and once by its sizes, so that both memories of decisions fill. With `--mode
+off` nothing is weighed, which takes a twentieth of the time and fills the memories all the same.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def main() -> None:
     chooser.select(Shape(1, 1, 32))
     start, rows = time.perf_counter(), [(0, resident_mb())]
     for at in range(args.shapes):
-        sizes = {"batch_size": 1 + at % 250, "next_n": 1 + at % 6, "heads": 32, "max_context_len": 512 + at}
-        chooser.select(Shape(**sizes))
-        chooser.select(**sizes)
+        batch_size, next_n, length = 1 + at % 250, 1 + at % 6, 512 + at
+        chooser.select(Shape(batch_size, next_n, 32, max_context_len=length))
+        chooser.select(batch_size=batch_size, next_n=next_n, heads=32, max_context_len=length)
         if (at + 1) % max(1, args.shapes // 10) == 0:
             rows.append((at + 1, resident_mb()))
     result = {

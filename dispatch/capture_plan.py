@@ -213,7 +213,7 @@ _Options = dict[Config, int]
 
 def _options(found: ContextTimes, context: Context, max_loss: float, worst_case: float) -> _Options:
     """The binaries that serve a shape within the loss and the bound, each with its best split."""
-    if not found.decided or np.isnan(found.times).any(axis=0).all():
+    if found.undecided or np.isnan(found.times).any(axis=0).all():
         return {_binary(found.configs[found.default]): found.default}
     choice = choose_expected(found.configs, found.times, context.weights, found.default, found.margin, worst_case)
     bound = max(worst_case, float(choice.worst_case[choice.chosen])) * (1.0 + 1e-9)

@@ -11,8 +11,8 @@ from tilewise.dispatch.context import Context
 from tilewise.dispatch.decision import Source
 from tilewise.dispatch.ladder import FAILED, PRIOR_MARGIN, Assessment, Knowledge, assess, note_kernels
 from tilewise.kernels.arch import Arch
-from tilewise.kernels.paged_mqa_logits.spec import Config, Shape, at_context_len, candidates, default_config, space
-from tilewise.models.expected import ExpectedChoice, as_run, choose_expected
+from tilewise.kernels.paged_mqa_logits.spec import Config, Shape, at_context_len, space
+from tilewise.models.expected import ExpectedChoice, as_run, choose_expected, configs_over
 from tilewise.models.regime import Outside
 
 Floats = npt.NDArray[np.float64]
@@ -27,32 +27,27 @@ class ContextTimes:
     default: int
     times: Floats  # [contexts, configs], microseconds; NaN where unknown
     source: Source  # of the times: exact, model, prior, or default where there are none
-    margin: float  # a gain within it is none
+    margin: float  # a gain within it does not replace the default
+    noise: float  # a gain within it is none
     outside: str  # why some contexts lie beyond what was measured; empty where none does
-    decided: bool  # False where it was not tried how picks do that far out, so that the default stays
+    undecided: str  # why no predicted gain is sure enough, so that the default stays; empty where it is
     notes: dict[int, str]  # configs that could not be chosen
     misses: list[str]  # fallbacks to count
     why: str  # why there are no times to choose by
 
 
-def configs_over(shapes: tuple[Shape, ...], arch: Arch, known: Knowledge) -> list[Config]:
-    """Every config that is on offer at some context, the default of the longest context first."""
-    offered = {default_config(shapes[-1], arch): None}
-    for shape in reversed(shapes):
-        offered |= dict.fromkeys(candidates(shape, arch, known.verdicts))
-    return list(offered)
-
-
 def context_times(shape: Shape, context: Context, arch: Arch, known: Knowledge, *, use_exact: bool) -> ContextTimes:
     """The times to choose by. Raises InvalidConfigError where no kernel serves the shape on this arch."""
     shapes = tuple(at_context_len(shape, length) for length in context.lengths)
-    configs = configs_over(shapes, arch, known)
+    configs = configs_over(shapes, arch, known.verdicts)
     times = np.full((len(shapes), len(configs)), np.nan)
     notes: dict[int, str] = {}
     misses: list[str] = []
 
-    def answer(source: Source, margin: float, outside: str = "", decided: bool = True, why: str = "") -> ContextTimes:
-        return ContextTimes(shapes, configs, 0, times, source, margin, outside, decided, notes, misses, why)
+    def answer(
+        source: Source, margin: float, noise: float, outside: str = "", undecided: str = "", why: str = ""
+    ) -> ContextTimes:
+        return ContextTimes(shapes, configs, 0, times, source, margin, noise, outside, undecided, notes, misses, why)
 
     bundle = known.bundle
     if bundle is None:
@@ -66,10 +61,10 @@ def context_times(shape: Shape, context: Context, arch: Arch, known: Knowledge, 
             row[:] = [_prior_us(one, as_run(config, one), arch) for config in configs]
         why = known.problem if bundle is None else notes[0]
         known_prior = not np.isnan(times[:, 0]).any()
-        return answer("prior" if known_prior else "default", PRIOR_MARGIN, "", known_prior, why)
+        return answer("prior" if known_prior else "default", PRIOR_MARGIN, PRIOR_MARGIN, "", "", why)
 
     usable = [at for at in range(len(configs)) if at not in notes]
-    exact, decided = True, True
+    exact, margin, undecided = True, bundle.noise_margin, ""
     outside: dict[tuple[str, str], Outside] = {}  # the farthest of each kind
     for row, one in zip(times, shapes, strict=True):
         run = [as_run(configs[at], one) for at in usable]
@@ -84,19 +79,19 @@ def context_times(shape: Shape, context: Context, arch: Arch, known: Knowledge, 
         exact = False
         if one.batch_size and one.max_context_len:
             row[usable] = bundle.predict_us(one, run)
-            if beyond := bundle.regime.outside(one):
-                allowed, _ = bundle.regime.transfer_allowed(beyond)
-                decided = decided and allowed
-                for far in beyond:
-                    kind = (far.dimension, far.side)
-                    outside[kind] = max(outside.get(kind, far), far, key=lambda at: at.reach)
+            needed, clause = bundle.margin(one)
+            margin = max(margin, needed or 0.0)
+            undecided = undecided or (clause if needed is None else "")
+            for far in bundle.regime.outside(one):
+                kind = (far.dimension, far.side)
+                outside[kind] = max(outside.get(kind, far), far, key=lambda at: at.reach)
         else:
             row[usable] = bundle.least_us(one)  # no context: all are as fast
     times[:, list(notes)] = np.nan
     if outside:
         misses.append("extrapolated")
     beyond_text = ", ".join(far.text for far in outside.values())
-    return answer("exact" if exact else "model", bundle.noise_margin, beyond_text, decided)
+    return answer("exact" if exact else "model", margin, bundle.noise_margin, beyond_text, undecided)
 
 
 def assess_contexts(
@@ -117,14 +112,20 @@ def assess_contexts(
     choice = choose_expected(found.configs, found.times, context.weights, found.default, found.margin, worst_case)
     weighed.times = choice.expected_us
     weighed.time_source = found.source
-    if not found.decided:
-        weighed.reason = (
-            f"beyond what was measured ({found.outside}), where it was not tried how picks do: the default config for "
-            f"{context}."
-        )
+    if found.undecided:
+        beyond = f"beyond what was measured ({found.outside}), " if found.outside else ""
+        weighed.reason = f"{beyond}{found.undecided}: the default config for {context}."
         return _refused(weighed, known)
     weighed.chosen, weighed.runner_up, weighed.source = choice.chosen, choice.runner_up, found.source
     weighed.reason = _reason(found, context, worst_case, choice)
+    within = choice.worst_case <= worst_case
+    if choice.bounded and choice.chosen == found.default and within.any():
+        gap = float(choice.expected_us[found.default] / choice.expected_us[within].min()) - 1.0
+        if gap > found.noise:
+            weighed.misses.append("abstained")
+            weighed.reason += (
+                f" A gain of {100 * gap:.1f} % is predicted; {100 * found.margin:.1f} % would make it sure."
+            )
     if found.outside:
         weighed.reason += f" Beyond what was measured: {found.outside}."
     for text in (*known.stale.values(), known.other_compiler):
@@ -141,7 +142,7 @@ def _reason(found: ContextTimes, context: Context, worst_case: float, choice: Ex
     if not choice.bounded:
         return f"{rule}: no config stays within {worst_case:.2f}x of the best at each; of this one, {own}."
     if choice.chosen == default:
-        return f"{rule}: the default is {verb} best, or behind by less than the noise; {own}."
+        return f"{rule}: the default is {verb} best, or behind by less than is asked for; {own}."
     text = f"{rule}: {verb} the least expected time within {worst_case:.2f}x of the best at each context; {own}"
     if default in found.notes:
         return f"{text}; the default cannot be used: {found.notes[default]}."

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from tilewise.kernels.paged_mqa_logits.spec import Config, Shape, cdiv
+from tilewise.kernels.arch import Arch
+from tilewise.kernels.paged_mqa_logits.spec import Config, Shape, Verdicts, candidates, cdiv, default_config
 from tilewise.models.choice import choose, first_best
 
 Floats = npt.NDArray[np.float64]
@@ -56,6 +57,20 @@ def choose_expected(
     least = first_best(configs, worst)
     assert least is not None  # some config is known
     return ExpectedChoice(least, first_best(configs, worst, skip=least), False, expected, worst)
+
+
+def configs_over(shapes: Sequence[Shape], arch: Arch, verdicts: Verdicts | None = None) -> list[Config]:
+    """The configs on offer at every one of these shapes (as they run there), the default of the last one first.
+
+    Only those: how a config does at a context where it is not on offer is neither measured nor learnt, and what is not
+    worth offering at some context seldom keeps a bound on the worst case.
+    """
+    offered = [dict.fromkeys(candidates(shape, arch, verdicts)) for shape in shapes]
+    found = {default_config(shapes[-1], arch): None}
+    for config in dict.fromkeys(config for own in reversed(offered) for config in own):
+        if all(as_run(config, shape) in own for shape, own in zip(shapes, offered, strict=True)):
+            found[config] = None
+    return list(found)
 
 
 def as_run(config: Config, shape: Shape) -> Config:

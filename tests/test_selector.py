@@ -130,13 +130,15 @@ def test_a_kernels_prior_answers_where_nothing_was_measured(monkeypatch: pytest.
     shape = Shape(4, 2, 32)
     configs = spec.candidates(shape, ARCHS["h100"])
     wanted = configs[3]
-    portable = spec.space("portable")
+    spaces = [spec.space(kernel) for kernel in {config.kernel for config in configs}]
     prior = lambda shape, config, arch: 5.0 if config == wanted else 9.0  # noqa: E731
-    monkeypatch.setattr(portable, "prior_us", prior, raising=False)
+    for own in spaces:
+        monkeypatch.setattr(own, "prior_us", prior, raising=False)
     decision = Selector("h100", bundle_dir="nowhere").select(shape)
     assert (decision.source, decision.config, decision.predicted_us) == ("prior", wanted, 5.0)
     assert "not measured" in decision.reason
-    monkeypatch.setattr(portable, "prior_us", lambda *_: 9.0, raising=False)
+    for own in spaces:
+        monkeypatch.setattr(own, "prior_us", lambda *_: 9.0, raising=False)
     assert Selector("h100", bundle_dir="nowhere").select(shape).config == configs[0]
 
 
@@ -152,7 +154,7 @@ def test_a_gain_within_noise_leaves_the_default(folder: Path, tmp_path: Path) ->
 
     def near_tie(row: dict[str, Any]) -> dict[str, Any]:
         noise = 1.01 if row["pass_index"] else 1.0  # so the margin is about 1 %
-        us = 100.0 if row["split_kv"] != default.split_kv else 100.5
+        us = 100.5 if all(row[name] == getattr(default, name) for name in spec.CONFIG_FIELDS) else 100.0
         return {**row, "latency_us": us * noise, "latency_p20_us": us * noise, "latency_p80_us": us * noise}
 
     decision = retrained(near_tie, tmp_path / "b").select(KNOWN)
@@ -199,13 +201,13 @@ def test_a_shape_measured_in_part_is_predicted_and_counted(tmp_path: Path) -> No
     default = default_config(KNOWN, trained.ARCH)
 
     def partly(row: dict[str, Any]) -> dict[str, Any] | None:
-        kept = row["split_kv"] == default.split_kv or row["max_context_len"] != KNOWN.max_context_len
+        kept = row["num_stages"] == default.num_stages or row["max_context_len"] != KNOWN.max_context_len
         return row if kept else None
 
     chooser = retrained(partly, tmp_path / "b")
     decision = chooser.select(KNOWN)
     offered = spec.candidates(KNOWN, trained.ARCH)
-    timed = sum(config.split_kv == default.split_kv for config in offered)
+    timed = sum(config.num_stages == default.num_stages for config in offered)
     assert 0 < timed < len(offered)
     assert decision.source == "model"
     assert f"Only {timed} of its {len(offered)} candidates were measured at this shape" in decision.reason
@@ -223,7 +225,8 @@ def test_a_shape_measured_with_configs_that_are_not_on_offer_says_so(tmp_path: P
     decision = chooser.select(KNOWN)
     assert chooser.explain(KNOWN).nearest[0].shape == KNOWN
     assert decision.source == "model"
-    assert "None of its 110 candidates were measured at this shape" in decision.reason
+    offered = len(spec.candidates(KNOWN, trained.ARCH))
+    assert f"None of its {offered} candidates were measured at this shape" in decision.reason
 
 
 # -- whatever the state of the bundle
@@ -276,9 +279,12 @@ def test_a_bundle_of_another_arch_is_not_served(tmp_path: Path, folder: Path) ->
 def test_a_part_with_other_compute_units_matches_no_bundle(tmp_path: Path) -> None:
     registry.publish(trained.bundle(), tmp_path)
     assert Selector("h200", home=tmp_path).select(KNOWN).source == "exact"
-    chooser = Selector(match_arch("sm90", 114, "NVIDIA H200"), home=tmp_path)
+    other = match_arch("sm90", 114, "NVIDIA H200")
+    chooser = Selector(other, home=tmp_path)
     decision = chooser.select(KNOWN)
-    assert (decision.source, decision.config.split_kv) == ("default", 4 * 114 // 16)
+    assert (decision.source, decision.config) == ("default", default_config(KNOWN, other))
+    few = Shape(1, 1, 32, max_context_len=32768)  # the portable kernel's default counts compute units
+    assert chooser.select(few).config.split_kv == 4 * 114
     assert "sm90-114cu" in decision.reason
 
 
@@ -292,7 +298,7 @@ def test_a_stale_or_unknown_kernel_is_a_miss_that_is_said(
     assert (decision.source, decision.config) == ("default", default_config(KNOWN, trained.ARCH))
     assert said in decision.reason
     assert chooser.counters["stale_kernel"] >= 1
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * len(chooser.bundle.kernel_hashes)
 
 
 def test_an_unforeseen_error_leaves_the_default(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -648,7 +654,7 @@ def test_the_counters_are_those_of_the_page() -> None:
     page = (root.parent / "docs" / "selection.md").read_text(encoding="utf-8")
     table = page.split("| counter |")[1].split("## ")[0]
     assert counted == set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE))
-    assert len(counted) == 13
+    assert len(counted) == 14
 
 
 # -- process-wide

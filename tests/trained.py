@@ -15,7 +15,7 @@ from tilewise.models.latency import train
 
 OP, ARCH = synthetic.OP, get_arch("h200")
 SHAPES = tuple(synthetic.SHAPES)
-UNSEEN = Shape(12, 5, 64, 128, 64, 20000)
+UNSEEN = Shape(12, 6, 64, 128, 64, 20000)
 
 
 def columns(rows: Iterable[dict[str, Any]]) -> dict[str, list[Any]]:
