@@ -47,7 +47,7 @@ def read_traffic(path: str | os.PathLike[str]) -> list[Traffic]:
     counts: dict[Shape, float] = {}
     for number, row in _rows(file, text):
         try:
-            for shape, count in _shapes(row):
+            for shape, count in row_shapes(row):
                 counts[shape] = counts.get(shape, 0.0) + count
         except (InvalidShapeError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise InvalidProfileError(f"{file} line {number}: {error}") from error
@@ -88,7 +88,11 @@ def _plain(text: Any) -> Any:
     return text
 
 
-def _shapes(row: Mapping[str, Any]) -> Iterator[tuple[Shape, float]]:
+def row_shapes(row: Mapping[str, Any]) -> Iterator[tuple[Shape, float]]:
+    """The shapes that one line stands for, with their counts.
+
+    Raises InvalidShapeError, KeyError, TypeError, ValueError or OverflowError for a line that is none.
+    """
     if row.get("overflow"):
         return
     count = row.get("count", 1)

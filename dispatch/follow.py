@@ -28,7 +28,6 @@ from typing import IO, TYPE_CHECKING, Any
 from tilewise.data.home import home_dir
 from tilewise.dispatch.artifact import unpack
 from tilewise.errors import InvalidBundleError, TilewiseError
-from tilewise.kernels.arch import Arch
 from tilewise.models import registry
 from tilewise.models.bundle import Bundle
 
@@ -55,27 +54,6 @@ def follow_home(url: str, cache: str | os.PathLike[str] | None = None) -> Path:
         raise FollowError(f"url must be such as http://host:8000, got {url!r:.200}")
     folder = home_dir() / "followed" if cache is None else Path(cache)
     return folder / hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:16]
-
-
-def follow(
-    url: str,
-    arch: Arch | str,
-    *,
-    op: str = "paged_mqa_logits",
-    token: str | None = None,
-    interval_s: float = INTERVAL_S,
-    cache: str | os.PathLike[str] | None = None,
-) -> tuple[Selector, Follower]:
-    """A selector that follows a service, and its follower. Nothing is waited for: until the first model has come, the
-    selector answers from the last one that came before, or from the shipped one.
-
-    `cache` is where the fetched models are kept, a folder under TILEWISE_HOME when left out. Raises FollowError for a
-    URL that is none.
-    """
-    from tilewise.dispatch.selector import Selector
-
-    selector = Selector(arch, op=op, home=follow_home(url, cache))
-    return selector, Follower(selector, url, token=token, interval_s=interval_s)
 
 
 class Follower:

@@ -14,7 +14,7 @@ import os
 import threading
 from collections import Counter
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tilewise.dispatch.context import Context, ContextLike
 from tilewise.dispatch.decision import Decision, Explanation, Ranked
@@ -31,6 +31,9 @@ from tilewise.kernels.paged_mqa_logits.spec import Shape, at_context_len, defaul
 from tilewise.kernels.registry import OPS
 from tilewise.models.bundle import Bundle
 from tilewise.models.expected import WORST_CASE
+
+if TYPE_CHECKING:
+    from tilewise.dispatch.follow import Follower
 
 __all__ = [
     "Context",
@@ -84,8 +87,33 @@ class Selector:
         self._counters: Counter[str] = Counter()
         self._warned: set[str] = set()
         self._live = LiveShapes()
+        self.follower: Follower | None = None  # what keeps it on a service's model; see `from_url`
         self._loader = Loader(op, self.arch, bundle_dir, home, self._warn, self._log_once, off=self.mode == "off")
         self._state = self._loader.load()
+
+    @classmethod
+    def from_url(
+        cls,
+        url: str,
+        arch: Arch | str,
+        *,
+        op: str = "paged_mqa_logits",
+        token: str | None = None,
+        interval_s: float = 2.0,
+        cache: _Path | None = None,
+        mode: str | None = None,
+    ) -> Selector:
+        """A selector that follows the models of a service, fetched by a thread of its own; see dispatch/follow.py.
+
+        Nothing is waited for: until the first model has come, and whenever the service is away, it answers from the
+        last one that came, or from the shipped one. `cache` is the folder where they are kept, one under TILEWISE_HOME
+        when left out. Raises FollowError for a URL that is none.
+        """
+        from tilewise.dispatch.follow import Follower, follow_home
+
+        selector = cls(arch, op=op, home=follow_home(url, cache), mode=mode)
+        selector.follower = Follower(selector, url, token=token, interval_s=interval_s)
+        return selector
 
     # -- answers
 

@@ -1,96 +1,38 @@
-"""Two models side by side: the picks of each, what each expects, and what was measured."""
+"""Two models side by side, as an answer. What is compared, and how, is in dispatch.comparing."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import BaseModel, Field
 
-from tilewise.dispatch.selector import Selector
 from tilewise.kernels.paged_mqa_logits import spec
 
 
-class Pick(BaseModel):
-    """One model's answer."""
-
-    config: spec.Config
-    predicted_us: float | None
-    measured_us: float | None = Field(description="of this config, where the newer rows have it")
-    source: str
-    reason: str
-
-
-class ComparedShape(BaseModel):
-    """One shape, asked of both."""
+class ChangedShape(BaseModel):
+    """A shape whose pick changes. Ratios are time of the new pick over that of the old one: below 1 is a gain."""
 
     shape: spec.Shape
-    changed: bool
-    old: Pick
-    new: Pick
-    expected_ratio: float | None = Field(
-        description="time of the new pick over that of the old, as the new model has it"
-    )
-    measured_ratio: float | None = Field(description="the same as measured, where both configs were")
+    count: float = Field(description="launches that it stands for")
+    old: spec.Config
+    new: spec.Config
+    old_source: str
+    new_source: str
+    expected_ratio: float | None = Field(description="as the new model has it")
+    measured_ratio: float | None = Field(description="where both configs were measured at this shape")
+    reason: str = Field(description="of the new pick")
 
 
 class CompareAnswer(BaseModel):
-    """Two models over the same shapes."""
+    """Two models over the same shapes. Totals are sums over launches."""
 
     op: str
     arch: str
     old_model_id: str | None
     new_model_id: str | None
     shapes: int
-    changed: int
-    compared: list[ComparedShape] = Field(description="changed picks first, by the size of the expected effect")
-
-
-def compared(old: Selector, new: Selector, shapes: list[spec.Shape]) -> dict[str, Any]:
-    """What `new` would change about the answers of `old`, as a CompareAnswer."""
-    found = [_one(old, new, shape) for shape in shapes]
-    found.sort(key=lambda one: (not one["changed"], one["expected_ratio"] or 1.0))
-    return {
-        "op": new.op,
-        "arch": new.arch.name,
-        "old_model_id": old.model_id,
-        "new_model_id": new.model_id,
-        "shapes": len(found),
-        "changed": sum(one["changed"] for one in found),
-        "compared": found,
-    }
-
-
-def _one(old: Selector, new: Selector, shape: spec.Shape) -> dict[str, Any]:
-    before, after = old.select(shape), new.select(shape)
-    measured = _measured(new, shape) or _measured(old, shape)
-    expected = {one.config: one.predicted_us for one in new.rank(shape)}
-    picks = {
-        name: {
-            "config": decision.config.to_dict(),
-            "predicted_us": decision.predicted_us,
-            "measured_us": measured.get(decision.config),
-            "source": decision.source,
-            "reason": decision.reason,
-        }
-        for name, decision in (("old", before), ("new", after))
-    }
-    return {
-        "shape": shape.to_dict(),
-        "changed": before.config != after.config,
-        **picks,
-        "expected_ratio": _ratio(expected.get(after.config), expected.get(before.config)),
-        "measured_ratio": _ratio(measured.get(after.config), measured.get(before.config)),
-    }
-
-
-def _measured(selector: Selector, shape: spec.Shape) -> dict[spec.Config, float]:
-    """Measured times of a shape's configs; empty where it was not measured."""
-    bundle = selector.bundle
-    at = None if bundle is None else bundle.exact.find(shape)
-    if bundle is None or at is None:
-        return {}
-    return {config: us for config, us in bundle.exact.times(at).items() if us == us}
-
-
-def _ratio(new: float | None, old: float | None) -> float | None:
-    return None if new is None or not old else round(new / old, 6)
+    launches: float
+    changed_shapes: int
+    changed_launches: float = Field(description="share of all launches whose pick changes")
+    expected_time_ratio: float | None = Field(description="new over old, over all launches with a time for both")
+    measured_time_ratio: float | None = Field(description="over the launches for which both picks were measured")
+    measured_launches: float = Field(description="share of all launches that this covers")
+    changes: list[ChangedShape] = Field(description="the largest expected effect on the total first")

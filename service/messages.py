@@ -25,10 +25,11 @@ _BATCH_EXAMPLE: JsonDict = {
 }
 _SHAPES_EXAMPLE: JsonDict = {
     "arch": "h200",
-    "shapes": [{"launches": 1200, **{name: value for name, value in _EXAMPLE.items() if name != "arch"}}],
+    "shapes": [{"count": 1200, **{name: value for name, value in _EXAMPLE.items() if name != "arch"}}],
 }
 MAX_BATCH = 10_000
 MAX_COMPARED = 1000
+MAX_COUNT = float(1 << 40)
 
 
 def _one_of(*allowed: int) -> Any:
@@ -101,9 +102,12 @@ class BatchRequest(_Target):
 
 
 class CountedShape(ShapeFields):
-    """A launch shape, and how often it was launched."""
+    """A launch shape, and how often it was launched; a line of what `tilewise.write_shapes` writes."""
 
-    launches: int = Field(1, ge=1, description="launches since the last time")
+    count: float = Field(1.0, gt=0, le=MAX_COUNT, description="launches since the last time")
+    context: dict[str, Any] | None = Field(None, description="`lengths` and `weights`, where one launch serves several")
+    source: str = Field("", description="not read")
+    fallbacks: list[str] = Field([], description="not read")
 
 
 class ShapesRequest(_Target):
@@ -112,7 +116,7 @@ class ShapesRequest(_Target):
     model_config = ConfigDict(json_schema_extra={"examples": [_SHAPES_EXAMPLE]})
 
     shapes: list[dict[str, Any]] = Field(
-        min_length=1, max_length=MAX_BATCH, description="shapes and launches", json_schema_extra=_listed(CountedShape)
+        min_length=1, max_length=MAX_BATCH, description="shapes and counts", json_schema_extra=_listed(CountedShape)
     )
 
 
@@ -124,7 +128,10 @@ class CompareRequest(_Target):
     old: str = Field("current", max_length=64, description="digest of a stored model, or `current`")
     new: str = Field("current", max_length=64, description="digest of a stored model, or `current`")
     shapes: list[dict[str, Any]] = Field(
-        min_length=1, max_length=MAX_COMPARED, description="launch shapes", json_schema_extra=_listed(ShapeFields)
+        min_length=1,
+        max_length=MAX_COMPARED,
+        description="shapes, with counts where some weigh more than others",
+        json_schema_extra=_listed(CountedShape),
     )
 
 

@@ -12,20 +12,22 @@ from fastapi import APIRouter, Header, HTTPException, Query, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
+from tilewise.data.traffic import Traffic
 from tilewise.dispatch.artifact import MEDIA_TYPE, pack
+from tilewise.dispatch.comparing import compare
 from tilewise.dispatch.selector import Selector
 from tilewise.errors import InvalidBundleError
 from tilewise.models import registry
 from tilewise.models.bundle import Bundle
-from tilewise.service.asking import model_header, shapes_of
+from tilewise.service.asking import model_header
 from tilewise.service.catalogue import rows_of
-from tilewise.service.compare import CompareAnswer, compared
+from tilewise.service.compare import CompareAnswer
 from tilewise.service.files import DIGEST, reconcile, stored_models
 from tilewise.service.messages import CompareRequest
 from tilewise.service.models import events_of, record_event
 from tilewise.service.parts import Service, caller_of
 from tilewise.service.problems import FieldProblem, StrictRoute
-from tilewise.service.shape_routes import seen_shapes
+from tilewise.service.shape_routes import counted_shapes, seen_shapes
 from tilewise.service.tables import models
 from tilewise.service.times import shown
 
@@ -171,32 +173,33 @@ def model_routes(service: Service) -> APIRouter:
     ) -> Response:
         """Its picks beside those of another model, over the shapes that engines launch and those it has timings of.
 
-        Shapes whose pick changes come first, those with the largest expected effect before the others.
+        Only shapes whose pick changes are listed, those with the largest expected effect first.
         """
 
         def answer() -> dict[str, Any]:
             new = _selector(service, digest, None)
             old = _selector(service, against, new.arch.name)
-            live = [one["shape"] for one in seen_shapes(service, new.op, new.arch.name, limit)]
-            shapes = shapes_of(list(enumerate(live)), new)
+            live = seen_shapes(service, new.op, new.arch.name, limit)
+            rows = [{**one["shape"], "count": one["count"]} for one in live]
+            counts = {one.shape: one.count for one in counted_shapes(rows, new)}
             if new.bundle is not None:
-                shapes += [new.bundle.exact.shape(at) for at in range(len(new.bundle.exact))]
-            return compared(old, new, list(dict.fromkeys(shapes))[:limit])
+                for at in range(len(new.bundle.exact)):
+                    counts.setdefault(new.bundle.exact.shape(at), 1.0)
+            traffic = [Traffic(shape, count) for shape, count in counts.items()]
+            return compare(old, new, traffic[:limit]).to_dict()
 
         return JSONResponse(await asyncio.to_thread(answer))
 
     @router.post("/v1/compare", summary="Two models, shape by shape", response_model=CompareAnswer)
-    async def compare(request: CompareRequest) -> Response:
+    async def compare_models(request: CompareRequest) -> Response:
         """The picks of two models for the same shapes, with what each expects, and what was measured."""
         selector = selectors.selector(request.arch)
 
         def answer() -> dict[str, Any]:
-            shapes = shapes_of(list(enumerate(request.shapes)), selector)
+            traffic = counted_shapes(request.shapes, selector)
             name = selector.arch.name
-            old, new = (
-                _selector(service, one, name, field) for one, field in ((request.old, "old"), (request.new, "new"))
-            )
-            return compared(old, new, shapes)
+            old = _selector(service, request.old, name, "old")
+            return compare(old, _selector(service, request.new, name, "new"), traffic).to_dict()
 
         return JSONResponse(await asyncio.to_thread(answer))
 

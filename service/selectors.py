@@ -40,7 +40,7 @@ class Selectors:
         if not names:
             raise ValueError("arch_names must name at least one GPU, got none")
         self.home = home
-        self.by_arch = {get_arch(name).name: Selector(get_arch(name), op=OP, home=home) for name in names}
+        self.by_arch = {get_arch(name).name: Selector(get_arch(name), op=OP, home=home, mode="on") for name in names}
         self.default = next(iter(self.by_arch))
         self.shadows: dict[str, Shadow] = {}
         self._others: OrderedDict[Path, Selector] = OrderedDict()
@@ -85,7 +85,7 @@ class Selectors:
         """A selector of a stored bundle that is not in force; the latest few stay loaded."""
         with self._lock:
             if (found := self._others.get(folder)) is None:
-                found = self._others[folder] = Selector(arch, op=OP, bundle_dir=folder)
+                found = self._others[folder] = Selector(arch, op=OP, bundle_dir=folder, mode="on")
             self._others.move_to_end(folder)
             if len(self._others) > 8:
                 self._others.popitem(last=False)
@@ -103,7 +103,7 @@ class Shadow:
     def __init__(self, job_id: str, folder: Path, arch: str) -> None:
         self.job_id = job_id
         self.noted: deque[tuple[spec.Shape, Decision]] = deque(maxlen=MAX_NOTED)
-        self._candidate = Selector(arch, op=OP, bundle_dir=folder)
+        self._candidate = Selector(arch, op=OP, bundle_dir=folder, mode="on")
 
     def flush(self, catalogue: Catalogue) -> None:
         """Write down the requests noted since the last time."""

@@ -12,17 +12,20 @@ from fastapi import APIRouter, Query, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
+from tilewise.data.records import shorten
+from tilewise.data.traffic import Traffic, row_shapes
+from tilewise.dispatch.selector import Selector
+from tilewise.errors import InvalidShapeError
 from tilewise.kernels.paged_mqa_logits import spec
-from tilewise.service.asking import shapes_of
+from tilewise.kernels.paged_mqa_logits.spec import SHAPE_FIELDS
 from tilewise.service.catalogue import rows_of
-from tilewise.service.messages import ShapesRequest
+from tilewise.service.messages import MAX_BATCH, MAX_COUNT, ShapesRequest, unserved
 from tilewise.service.parts import Service
-from tilewise.service.problems import FieldProblem, StrictRoute
+from tilewise.service.problems import MAX_NAMED, FieldProblem, StrictRoute
 from tilewise.service.tables import shape_counts
 from tilewise.service.times import shown
 
 MAX_SHAPES = 100_000  # different ones of an op and GPU; beyond, new ones are not taken
-MAX_LAUNCHES = 1 << 40
 
 
 class ShapesAnswer(BaseModel):
@@ -36,7 +39,7 @@ class SeenShape(BaseModel):
     """A shape that engines launch."""
 
     shape: spec.Shape
-    launches: int
+    count: float
     first_seen: str
     last_seen: str
 
@@ -55,12 +58,13 @@ def shape_routes(service: Service) -> APIRouter:
 
     @router.post("", summary="Count launches of an engine", response_model=ShapesAnswer)
     async def count(request: ShapesRequest) -> Response:
-        """Add launches, by shape, to those known. Send what was launched since the last time."""
+        """Add launches, by shape, to those known. Send what was launched since the last time.
+
+        A line is one of those that `tilewise.write_shapes` writes.
+        """
         selector = service.selectors.selector(request.arch)
-        counts = _counts(request.shapes)
-        bare = [(at, {k: v for k, v in one.items() if k != "launches"}) for at, one in enumerate(request.shapes)]
-        shapes = shapes_of(bare, selector)
-        answer = await asyncio.to_thread(_add, service, selector.op, selector.arch.name, shapes, counts)
+        traffic = counted_shapes(request.shapes, selector)
+        answer = await asyncio.to_thread(_add, service, selector.op, selector.arch.name, traffic)
         return JSONResponse(answer)
 
     @router.get("", summary="Shapes that engines launch", response_model=SeenShapes)
@@ -80,13 +84,13 @@ def shape_routes(service: Service) -> APIRouter:
 def seen_shapes(service: Service, op: str, arch: str, limit: int) -> list[dict[str, Any]]:
     """The shapes that engines launch most."""
     query = sa.select(shape_counts).where((shape_counts.c.op == op) & (shape_counts.c.arch == arch))
-    query = query.order_by(shape_counts.c.launches.desc(), shape_counts.c.shape).limit(limit)
+    query = query.order_by(shape_counts.c.count.desc(), shape_counts.c.shape).limit(limit)
     with service.catalogue.read() as connection:
         rows = rows_of(connection.execute(query))
     return [
         {
             "shape": json.loads(row["shape"]),
-            "launches": row["launches"],
+            "count": row["count"],
             "first_seen": shown(row["first_seen"]),
             "last_seen": shown(row["last_seen"]),
         }
@@ -94,43 +98,57 @@ def seen_shapes(service: Service, op: str, arch: str, limit: int) -> list[dict[s
     ]
 
 
-def _counts(shapes: list[dict[str, Any]]) -> list[int]:
-    wrong = []
-    counts = []
-    for at, one in enumerate(shapes):
-        launches = one.get("launches", 1)
-        if type(launches) is not int or not 1 <= launches <= MAX_LAUNCHES:
-            wrong.append((f"shapes.{at}.launches", f"must be an integer, 1 to {MAX_LAUNCHES}"))
-        counts.append(launches)
+_KNOWN = {*SHAPE_FIELDS, "op", "arch", "count", "context", "source", "fallbacks", "overflow"}
+
+
+def counted_shapes(rows: list[Any], selector: Selector) -> list[Traffic]:
+    """Shapes with their counts, each once, out of lines as `tilewise.write_shapes` has them.
+
+    FieldProblem names every field at fault, by the place of its line.
+    """
+    counts: dict[spec.Shape, float] = {}
+    wrong: list[tuple[str, str]] = []
+    for at, row in enumerate(rows):
+        found = [(name, "is no field of this request") for name in row if name not in _KNOWN]
+        found += [(name, "must be given") for name in ("batch_size", "next_n", "heads") if row.get(name) is None]
+        for name, wanted in (("op", selector.op), ("arch", selector.arch.name)):
+            if row.get(name) not in (None, wanted):
+                found.append((name, f"must be {wanted!r}, got {shorten(row[name])}"))
+        try:
+            for shape, count in row_shapes(row) if not found else ():
+                found = unserved(shape, selector.arch)
+                counts[shape] = min(MAX_COUNT, counts.get(shape, 0.0) + count)
+        except KeyError as error:
+            found = [(str(error.args[0]), "must be given")]
+        except (InvalidShapeError, TypeError, ValueError, OverflowError) as error:
+            name, _, message = str(error).partition(" ")
+            found = [(name, message) if name in _KNOWN else ("context", str(error))]
+        wrong += [(f"shapes.{at}.{name}", message) for name, message in found]
+        if len(wrong) >= MAX_NAMED:
+            break
+    if not wrong and len(counts) > MAX_BATCH:
+        wrong = [("shapes", f"must stand for at most {MAX_BATCH} different shapes, got {len(counts)}")]
     if wrong:
         raise FieldProblem(wrong)
-    return counts
+    return [Traffic(shape, count) for shape, count in counts.items()]
 
 
-def _add(service: Service, op: str, arch: str, shapes: list[spec.Shape], counts: list[int]) -> dict[str, int]:
-    totals: dict[str, int] = {}
-    for shape, launches in zip(shapes, counts, strict=True):
-        key = json.dumps(shape.to_dict())
-        totals[key] = totals.get(key, 0) + launches
+def _add(service: Service, op: str, arch: str, traffic: list[Traffic]) -> dict[str, int]:
+    totals = sorted((json.dumps(one.shape.to_dict()), one.count) for one in traffic)
     now, left_out = time.time(), 0
     own = (shape_counts.c.op == op) & (shape_counts.c.arch == arch)
     with service.catalogue.write() as connection:
         room = MAX_SHAPES - (connection.execute(sa.select(sa.func.count()).where(own)).scalar() or 0)
-        for key, launches in sorted(totals.items()):  # in one order, so that two writers wait and never deadlock
+        for key, count in totals:  # in one order, so that two writers wait and never deadlock
             old = own & (shape_counts.c.shape == key)
-            added = sa.case(
-                (shape_counts.c.launches > MAX_LAUNCHES, shape_counts.c.launches),
-                else_=shape_counts.c.launches + launches,
-            )
-            changed = connection.execute(sa.update(shape_counts).where(old).values(launches=added, last_seen=now))
-            if changed.rowcount:
+            changes = {"count": shape_counts.c.count + count, "last_seen": now}
+            if connection.execute(sa.update(shape_counts).where(old).values(changes)).rowcount:
                 continue
             if room <= 0:
                 left_out += 1
                 continue
-            values = {"op": op, "arch": arch, "shape": key, "launches": launches, "first_seen": now, "last_seen": now}
+            values = {"op": op, "arch": arch, "shape": key, "count": count, "first_seen": now, "last_seen": now}
             insert = service.catalogue.insert(shape_counts).values(values)
-            changes = {"launches": shape_counts.c.launches + launches, "last_seen": now}
             connection.execute(insert.on_conflict_do_update(index_elements=["op", "arch", "shape"], set_=changes))
             room -= 1
     return {"counted": len(totals) - left_out, "left_out": left_out}

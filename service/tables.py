@@ -100,7 +100,7 @@ shape_counts = sa.Table(
     sa.Column("op", NAME, primary_key=True),
     sa.Column("arch", NAME, primary_key=True),
     sa.Column("shape", sa.String(512), primary_key=True),  # JSON
-    sa.Column("launches", sa.BigInteger, nullable=False),
+    sa.Column("count", sa.Float, nullable=False),
     sa.Column("first_seen", sa.Float, nullable=False),
     sa.Column("last_seen", sa.Float, nullable=False),
 )

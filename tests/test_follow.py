@@ -21,7 +21,8 @@ import synthetic
 from service_process import serving
 
 from tilewise.dispatch.artifact import NAMES, pack, unpack
-from tilewise.dispatch.follow import FollowError, follow, follow_home
+from tilewise.dispatch.follow import Follower, FollowError, follow_home
+from tilewise.dispatch.selector import Selector
 from tilewise.errors import InvalidBundleError
 from tilewise.kernels.paged_mqa_logits.spec import Shape
 from tilewise.models import registry
@@ -90,6 +91,11 @@ def service() -> Iterator[Answers]:
     server.server_close()
 
 
+def follower_of(selector: Selector) -> Follower:
+    assert selector.follower is not None
+    return selector.follower
+
+
 def artifact(folder: Path) -> tuple[int, dict[str, str], bytes]:
     return 200, {"ETag": f'"{Bundle.load(folder).digest}"'}, pack(folder)
 
@@ -144,7 +150,7 @@ def test_a_follower_takes_each_model_up_and_asks_for_no_model_twice(
 ) -> None:
     (first, one), (second, other) = bundles.items()
     service.answer = artifact(one)
-    selector, follower = follow(service.url, ARCH, token="tw_secret", interval_s=0.05, cache=tmp_path)
+    selector = Selector.from_url(service.url, ARCH, token="tw_secret", interval_s=0.05, cache=tmp_path)
     until(lambda: selector.bundle is not None, "the first model did not come")
     assert selector.bundle is not None
     assert selector.bundle.digest == first
@@ -159,7 +165,7 @@ def test_a_follower_takes_each_model_up_and_asks_for_no_model_twice(
     service.answer = artifact(one)  # the service rolled back
     until(lambda: selector.model_id == before.model_id, "the first model did not come back")
     assert selector.select(SHAPE) == before
-    follower.stop()
+    follower_of(selector).stop()
 
 
 @pytest.mark.parametrize(
@@ -170,7 +176,7 @@ def test_whatever_the_service_says_the_last_good_model_goes_on(
 ) -> None:
     (_, one), (second, other) = bundles.items()
     service.answer = artifact(one)
-    selector, follower = follow(service.url, ARCH, interval_s=0.02, cache=tmp_path)
+    selector = Selector.from_url(service.url, ARCH, interval_s=0.02, cache=tmp_path)
     until(lambda: selector.bundle is not None, "the first model did not come")
     before = selector.select(SHAPE)
     good = pack(other)
@@ -194,14 +200,16 @@ def test_whatever_the_service_says_the_last_good_model_goes_on(
     service.answer = answers
     asked = len(service.asked)
     until(lambda: len(service.asked) > asked + 1, "it does not ask")
-    until(lambda: follower.problem, "nothing is wrong")
+    until(lambda: follower_of(selector).problem, "nothing is wrong")
     assert selector.select(SHAPE) == before
-    follower._failures = 0  # as after a while
+    follower_of(selector)._failures = 0  # as after a while
     service.answer = artifact(other)
-    until(lambda: follower.refresh() or selector.model_id != before.model_id, "the good model did not come")
+    until(
+        lambda: follower_of(selector).refresh() or selector.model_id != before.model_id, "the good model did not come"
+    )
     assert selector.bundle is not None
     assert selector.bundle.digest == second
-    follower.stop()
+    follower_of(selector).stop()
     until(lambda: not list(tmp_path.glob("*/.fetched-*")), "what was fetched lies about")
 
 
@@ -210,15 +218,15 @@ def test_a_model_that_came_is_there_after_a_restart_without_the_service(
 ) -> None:
     (first, one), _ = bundles.items()
     service.answer = artifact(one)
-    selector, follower = follow(service.url, ARCH, interval_s=0.05, cache=tmp_path)
+    selector = Selector.from_url(service.url, ARCH, interval_s=0.05, cache=tmp_path)
     until(lambda: selector.bundle is not None, "the model did not come")
-    follower.stop()
+    follower_of(selector).stop()
     service.answer = (503, {}, b"")
-    again, follower = follow(service.url, ARCH, interval_s=0.05, cache=tmp_path)
+    again = Selector.from_url(service.url, ARCH, interval_s=0.05, cache=tmp_path)
     assert again.bundle is not None  # at once
     assert again.bundle.digest == first
     assert again.select(SHAPE) == selector.select(SHAPE)
-    follower.stop()
+    follower_of(selector).stop()
 
 
 def test_a_service_that_does_not_answer_keeps_nobody_waiting(tmp_path: Path) -> None:
@@ -227,12 +235,12 @@ def test_a_service_that_does_not_answer_keeps_nobody_waiting(tmp_path: Path) -> 
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, says nothing
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         began = time.perf_counter()
-        selector, follower = follow(url, ARCH, cache=tmp_path)
+        selector = Selector.from_url(url, ARCH, cache=tmp_path)
         decision = selector.select(SHAPE)
         assert time.perf_counter() - began < 2.0
         assert decision.model_id is None
-        assert follower.problem
-        follower.stop()
+        assert follower_of(selector).problem
+        follower_of(selector).stop()
 
 
 @pytest.mark.parametrize("url", ["", "host:8000", "file:///etc/passwd", "ftp://host", "http://", "http://host/?a=b"])
@@ -240,14 +248,14 @@ def test_a_url_that_is_none_is_refused(url: str, tmp_path: Path) -> None:
     with pytest.raises(FollowError, match="url must be such as"):
         follow_home(url, tmp_path)
     with pytest.raises(FollowError):
-        follow(url, ARCH, cache=tmp_path)
+        Selector.from_url(url, ARCH, cache=tmp_path)
 
 
 def test_a_real_service_is_followed_through_promotion_and_rollback(tmp_path: Path) -> None:
     home = tmp_path / "home"
     first = synthetic.publish_synthetic(home, shapes=synthetic.SHAPES[:4], arch=ARCH, seed=0)
     with serving(home, "--arch", ARCH) as running:
-        selector, follower = follow(running.url, ARCH, interval_s=0.1, cache=tmp_path / "cache")
+        selector = Selector.from_url(running.url, ARCH, interval_s=0.1, cache=tmp_path / "cache")
         until(lambda: selector.model_id == first.model_id, "the model did not come")
         second = synthetic.publish_synthetic(home, shapes=synthetic.SHAPES[:4], arch=ARCH, seed=1)
         until(lambda: selector.model_id == second.model_id, "the second model did not come")
@@ -258,4 +266,4 @@ def test_a_real_service_is_followed_through_promotion_and_rollback(tmp_path: Pat
         assert {name: answer[name] for name in selector.select(Shape(**SHAPE.to_dict())).to_dict()} == selector.select(
             SHAPE
         ).to_dict()
-        follower.stop()
+        follower_of(selector).stop()

@@ -255,16 +255,40 @@ def test_a_batch_names_every_value_at_fault_by_its_place(service: Service) -> No
 
 
 def test_live_shapes_are_counted(service: Service) -> None:
-    two = [{**SHAPE, "launches": 5}, {**SHAPE, "batch_size": 2}, {**SHAPE, "launches": 7}]
-    assert service.ask("POST", "/v1/shapes", json={"arch": ARCH, "shapes": two}).json() == {"counted": 2, "left_out": 0}
-    service.ask("POST", "/v1/shapes", json={"arch": ARCH, "shapes": two})
+    lines = [
+        {**SHAPE, "count": 5},
+        {**SHAPE, "batch_size": 2},
+        {**SHAPE, "count": 7, "source": "exact", "fallbacks": []},
+    ]
+    lines.append({**SHAPE, "batch_size": 3, "count": 4, "context": {"lengths": [100, 300], "weights": [0.75, 0.25]}})
+    body = {"arch": ARCH, "shapes": lines}
+    assert service.ask("POST", "/v1/shapes", json=body).json() == {"counted": 4, "left_out": 0}
+    service.ask("POST", "/v1/shapes", json=body)
     seen = service.ask("GET", f"/v1/shapes?arch={ARCH}").json()["shapes"]
-    assert [(one["shape"]["batch_size"], one["launches"]) for one in seen] == [(16, 24), (2, 2)]
+    assert [(one["shape"]["batch_size"], one["count"]) for one in seen] == [(16, 24), (3, 6), (2, 2), (3, 2)]
+    assert [one["shape"]["max_context_len"] for one in seen] == [32768, 100, 32768, 300]
     assert service.ask("GET", "/v1/shapes?arch=h200").json()["shapes"] == []
-    for launches in (0, -1, 1.0, True, "1", 1 << 50):
-        body = {"shapes": [{**SHAPE, "launches": launches}]}
-        check_problem(service.ask("POST", "/v1/shapes", json=body), 422, "shapes.0.launches")
-    check_problem(service.ask("POST", "/v1/shapes", json={"shapes": [{**SHAPE, "heads": 33}]}), 422, "shapes.0.heads")
+    for change, field in (
+        ({"count": 0}, "count"), ({"count": -1}, "count"), ({"count": True}, "count"), ({"count": "1"}, "count"),
+        ({"heads": 33}, "heads"), ({"batch_size": None}, "batch_size"), ({"batch_size": 1.5}, "batch_size"),
+        ({"surprise": 1}, "surprise"), ({"context": 5}, "context"), ({"block_kv": 1}, "block_kv"),
+        ({"context": {"lengths": [1], "weights": [1, 2]}}, "context"), ({"context": {"lengths": [1]}}, "weights"),
+    ):  # fmt: skip
+        check_problem(
+            service.ask("POST", "/v1/shapes", json={"shapes": [{**SHAPE, **change}]}), 422, f"shapes.0.{field}"
+        )
+
+
+def test_what_an_engine_writes_can_be_sent_as_it_is(service: Service) -> None:
+    selector = Selector(ARCH, home=service.home)
+    for _ in range(3):
+        selector.select(**SHAPE)
+    selector.select(**SHAPE, context=(1024, 4096))
+    answer = service.ask("POST", "/v1/shapes", json={"arch": ARCH, "shapes": selector.shapes_seen()})
+    assert answer.status_code == 200, answer.text
+    seen = service.ask("GET", f"/v1/shapes?arch={ARCH}").json()["shapes"]
+    assert (seen[0]["shape"]["max_context_len"], seen[0]["count"]) == (32768, 3)
+    assert sum(one["count"] for one in seen) == pytest.approx(4)
 
 
 # --- jobs
@@ -331,15 +355,17 @@ def test_models_are_listed_compared_promoted_and_rolled_back(service: Service) -
 
     diff = service.ask("GET", f"/v1/models/{other.digest}/diff").json()
     assert (diff["old_model_id"], diff["new_model_id"]) == (one.model_id, other.model_id)
-    assert diff["shapes"] == len(diff["compared"]) > 0
-    assert diff["changed"] == sum(shape["changed"] for shape in diff["compared"])
-    for shape in diff["compared"]:
-        assert shape["old"]["config"] == selector.select(spec.Shape(**shape["shape"])).config.to_dict()
-        assert shape["changed"] == (shape["old"]["config"] != shape["new"]["config"])
-    body = {"arch": ARCH, "old": "current", "new": other.digest, "shapes": [SHAPE]}
+    assert diff["changed_shapes"] == len(diff["changes"]) > 0
+    new = Selector(ARCH, home=service.home / "elsewhere")
+    for change in diff["changes"]:
+        shape = spec.Shape(**change["shape"])
+        assert change["old"] == selector.select(shape).config.to_dict() != change["new"]
+        assert change["new"] == new.select(shape).config.to_dict()
+    shape = diff["changes"][0]["shape"]
+    body = {"arch": ARCH, "old": "current", "new": other.digest, "shapes": [{**shape, "count": 3}, SHAPE]}
     compared = service.ask("POST", "/v1/compare", json=body).json()
-    assert compared["shapes"] == 1
-    assert compared["compared"][0]["old"]["config"] == selector.select(spec.Shape(**SHAPE)).config.to_dict()
+    assert (compared["shapes"], compared["launches"]) == (2, 4)
+    assert compared["changes"][0]["new"] == diff["changes"][0]["new"]
     check_problem(service.ask("POST", "/v1/compare", json={**body, "arch": "h200"}), 422, "new")
     check_problem(service.ask("POST", "/v1/compare", json={**body, "new": "0" * 64}), 404)
 

@@ -30,7 +30,7 @@ import synthetic
 from service_process import TILEWISE, ServiceProcess, serving, tilewise
 
 from tilewise.data.store import load_profile
-from tilewise.dispatch.follow import follow
+from tilewise.dispatch.selector import Selector
 from tilewise.kernels.arch import get_arch
 from tilewise.kernels.paged_mqa_logits.spec import Config, Shape, candidates
 from tilewise.models import registry
@@ -136,14 +136,14 @@ def test_shapes_come_in_and_a_better_choice_goes_out(
         before = service.get("/v1/select", QUESTION)
         assert before["model_id"] == first.model_id
         assert before["source"] != "exact"
-        selector, follower = follow(service.url, ARCH, interval_s=0.1, cache=tmp_path / "cache")
+        selector = Selector.from_url(service.url, ARCH, interval_s=0.1, cache=tmp_path / "cache")
         until(lambda: selector.model_id == first.model_id, "the follower has no model")
         assert selector.select(NEW).config == Config.from_dict(before["config"])
 
         # The engine says what it launches.
-        post(service, "/v1/shapes", {"arch": ARCH, "shapes": [{**NEW.to_dict(), "launches": 900}]})
+        post(service, "/v1/shapes", {"arch": ARCH, "shapes": [{**NEW.to_dict(), "count": 900}]})
         (seen,) = service.get(f"/v1/shapes?arch={ARCH}")["shapes"]
-        assert (Shape(**seen["shape"]), seen["launches"]) == (NEW, 900)
+        assert (Shape(**seen["shape"]), seen["count"]) == (NEW, 900)
 
         # Somebody measures that shape: a config that was not picked is by far the fastest. One row is bad.
         fastest = next(c for c in candidates(NEW, get_arch(ARCH)) if c != Config.from_dict(before["config"]))
@@ -173,9 +173,9 @@ def test_shapes_come_in_and_a_better_choice_goes_out(
         assert service.get("/v1/select", QUESTION) == before
 
         diff = service.get(f"/v1/models/{digest}/diff")
-        shown = diff["compared"][0]
-        assert (Shape(**shown["shape"]), shown["changed"]) == (NEW, True)
-        assert Config.from_dict(shown["new"]["config"]) == fastest
+        shown = diff["changes"][0]
+        assert (Shape(**shown["shape"]), shown["count"]) == (NEW, 900)
+        assert Config.from_dict(shown["new"]) == fastest
         assert shown["measured_ratio"] == pytest.approx(0.1)
 
         post(service, f"/v1/models/{digest}/promote")
@@ -191,7 +191,8 @@ def test_shapes_come_in_and_a_better_choice_goes_out(
         assert [service.get("/v1/select", QUESTION) for _ in range(20)] == [before] * 20
         until(lambda: selector.model_id == first.model_id, "the follower did not go back")
         assert selector.select(NEW).config == Config.from_dict(before["config"])
-        follower.stop()
+        assert selector.follower is not None
+        selector.follower.stop()
 
 
 def test_a_retraining_that_passes_is_promoted_by_itself_and_one_without_news_stops(tmp_path: Path) -> None:

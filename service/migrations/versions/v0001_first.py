@@ -87,7 +87,7 @@ def upgrade() -> None:
         sa.Column("op", NAME, primary_key=True),
         sa.Column("arch", NAME, primary_key=True),
         sa.Column("shape", sa.String(512), primary_key=True),
-        sa.Column("launches", sa.BigInteger, nullable=False),
+        sa.Column("count", sa.Float, nullable=False),
         sa.Column("first_seen", sa.Float, nullable=False),
         sa.Column("last_seen", sa.Float, nullable=False),
     )
