@@ -26,7 +26,7 @@ Columns: TypeAlias = Mapping[str, Any]  # field name to a number or an array of 
 GRID = 1024.0  # features are rounded to 1/GRID
 
 # Raise this whenever a feature changes its meaning without changing its name: bundles of another version are refused.
-FEATURE_VERSION = 1
+FEATURE_VERSION = 2
 
 # The words of the text fields, by code. New words go at the end; one that is not listed is coded -1.
 WORDS: dict[str, tuple[str, ...]] = {
@@ -60,8 +60,11 @@ CONFIG_FEATURES = (
     *CONFIG_FIELDS,
     "groups",  # programs that the query tokens of a request are dealt to
     "idle_tokens",  # share of query slots that hold no token
+    "idle_columns",  # columns of the products that stand for no token, over those that do
     "dots",  # matrix products per tile and program
+    "own_dots",  # of them, those of one consumer
     "log2_columns",  # dot_n x heads
+    "log2_own_columns",  # query tokens of one consumer x heads
     "log2_programs_per_unit",
     "resident",  # programs that fit one compute unit, by shared memory, registers and warps
     "log2_waves",
@@ -70,12 +73,14 @@ CONFIG_FEATURES = (
     "tile_fill",  # share of the tiles' columns that hold context
     "idle_splits",  # share of split_kv without any tile
     "log2_program_tokens",  # context tokens x query tokens of one program
+    "log2_segments",  # requests and token groups that one program of a balanced schedule crosses; 1 of another
     "log2_unit_tiles",  # matrix products that the busiest compute unit runs, over an even share
     "log2_registers",  # accumulator registers per thread
+    "log2_weight_registers",  # registers per thread that would hold the weights of all its tokens
     "log2_shared_memory",
     "log2_requested_us",  # K bytes asked for by all programs, at the GPU's bandwidth
     "log2_bytes_in_flight",  # K bytes that the pipeline of a full wave keeps in flight, over those of the context
-    "log2_steps",  # products that one program runs one after another
+    "log2_steps",  # products that one consumer runs one after another
     "log2_estimate",  # estimate_us over the floor
 )
 FEATURES = SHAPE_FEATURES + CONFIG_FEATURES
@@ -148,53 +153,75 @@ def config_features(shape: Columns, config: Columns, arch: Arch) -> Floats:
     longest = np.maximum(shape["max_context_len"], 1.0)
     mean = np.maximum(shape["mean_context_len"], 1.0)
     batch = np.maximum(shape["batch_size"], 1.0)
-    fuse_n, tile_kv, split_kv = config["fuse_n"], config["tile_kv"], config["split_kv"]
-    threads = config["num_warps"] * arch.warp_size
+    fuse_n, dot_n, tile_kv, split_kv = config["fuse_n"], config["dot_n"], config["tile_kv"], config["split_kv"]
+    units = arch.compute_units
+    # Where warps have roles (consumers > 0), each consumer is a warpgroup of its own, and one more loads. The consumers
+    # of a set share a tile and split its tokens; sets take tiles in turn.
+    roles = config["consumers"] > 0
+    consumers = np.maximum(config["consumers"], 1.0)
+    token_split = np.maximum(config["token_split"], 1.0)
+    sets = np.maximum(consumers / token_split, 1.0)
+    own_threads = config["num_warps"] * arch.warp_size
+    threads = np.where(roles, own_threads * (consumers + 1.0), own_threads)
+    balanced = config["schedule"] == _CODES["schedule"]["balanced"]
+    per_sm = np.maximum(config["ctas_per_sm"], 1.0)
 
     groups = np.ceil(shape["next_n"] / fuse_n)
-    dots = np.ceil(fuse_n / config["dot_n"])
-    columns_ = config["dot_n"] * heads
-    programs = batch * groups * split_kv
-    per_unit = programs / arch.compute_units
+    dots = np.ceil(fuse_n / dot_n)
+    own_dots = np.ceil(dots / token_split)
+    own_tokens = np.minimum(own_dots * dot_n, fuse_n)
+    columns_ = dot_n * heads
+    # A balanced schedule has as many programs as fit, and deals all tiles to them evenly.
+    programs = np.where(balanced, per_sm * units, batch * groups * split_kv)
+    per_unit = programs / units
 
     tiles = np.ceil(longest / tile_kv)
-    tiles_per_program = np.ceil(tiles / split_kv)
-    busy_splits = np.ceil(tiles / tiles_per_program)
-    shared = fuse_n * heads * shape["head_dim"] + config["num_stages"] * tile_kv * row_bytes
-    registers = tile_kv * columns_ / threads
+    mean_tiles = np.ceil(mean / tile_kv)
+    all_tiles = batch * groups * mean_tiles
+    dealt = np.ceil(all_tiles / programs)
+    tiles_per_program = np.where(balanced, dealt, np.ceil(tiles / split_kv))
+    busy_splits = np.where(balanced, 1.0, np.ceil(tiles / tiles_per_program))
+    segments = np.where(balanced, np.maximum(batch * groups / programs, 1.0), 1.0)
+    held = np.where(roles, 2.0 * dots * dot_n, fuse_n)  # tokens whose queries lie in shared memory
+    shared = held * heads * shape["head_dim"] + config["num_stages"] * tile_kv * row_bytes
+    registers = tile_kv * columns_ / own_threads
     # Two thousand threads and 64K registers per unit hold for every GPU in the table; 40 registers go to addresses.
     resident = np.minimum(arch.shared_memory_bytes / shared, 65536.0 / ((registers + 40.0) * threads))
-    resident = np.clip(np.floor(resident), 1.0, 2048.0 / threads)
+    resident = np.where(balanced, per_sm, np.clip(np.floor(resident), 1.0, 2048.0 / threads))
     waves = per_unit / resident
-    mean_tiles = np.ceil(mean / tile_kv)
-    mean_steps = np.maximum(mean_tiles / split_kv, 1.0)
-    working = batch * groups * np.minimum(split_kv, mean_tiles)
-    steps = tiles_per_program * dots
-    even_share = batch * groups * mean_tiles * dots / arch.compute_units
-    busiest = np.ceil(working / arch.compute_units) * mean_steps * dots
+    mean_steps = np.where(balanced, dealt, np.maximum(mean_tiles / split_kv, 1.0))
+    working = np.where(balanced, np.minimum(programs, all_tiles), batch * groups * np.minimum(split_kv, mean_tiles))
+    steps = np.ceil(tiles_per_program / sets) * own_dots
+    even_share = all_tiles * dots / units
+    busiest = np.ceil(working / units) * mean_steps * dots
     requested_us = batch * groups * mean * row_bytes / (arch.bandwidth_tbps * 1e6)
-    in_flight = np.minimum(per_unit, resident) * config["num_stages"] * tile_kv * row_bytes * arch.compute_units
+    in_flight = np.minimum(per_unit, resident) * config["num_stages"] * tile_kv * row_bytes * units
 
     read_us, product_us = _limits_us(shape, arch)
-    unit_rate = arch.fp8_tflops * 1e6 / arch.compute_units  # flops per microsecond of one compute unit
+    unit_rate = arch.fp8_tflops * 1e6 / units  # flops per microsecond of one compute unit
     step_us = 2.0 * tile_kv * columns_ * shape["head_dim"] / unit_rate
     estimate = np.maximum(read_us, busiest * step_us / 0.5) + steps * 0.15
     columns = (
         *(config[name] if name != "split_kv" else _log2(split_kv) for name in CONFIG_FIELDS),
         groups,
         groups * fuse_n / shape["next_n"] - 1.0,
+        groups * dots * dot_n / shape["next_n"] - 1.0,
         dots,
+        own_dots,
         _log2(columns_),
+        _log2(own_tokens * heads),
         _log2(per_unit, 1e-6),
         resident,
         _log2(waves, 1e-6),
         waves / np.ceil(waves),
         _log2(tiles_per_program),
-        longest / (tiles_per_program * busy_splits * tile_kv),
+        np.where(balanced, mean / (mean_tiles * tile_kv), longest / (tiles_per_program * busy_splits * tile_kv)),
         1.0 - busy_splits / split_kv,
         _log2(tiles_per_program * tile_kv * fuse_n),
+        _log2(segments),
         _log2(busiest / even_share, 1e-6),
         _log2(registers),
+        _log2(own_tokens * heads / 4.0),
         _log2(shared),
         _log2(requested_us, 1e-6),
         _log2(in_flight / (batch * mean * row_bytes), 1e-6),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,8 +52,8 @@ class Examples:
     level_target: Floats  # [shapes], log of best over floor; NaN for a shape without a time
 
 
-def examples(measured: Measurements, arch: Arch) -> Examples:
-    """Features and targets of all timed cells."""
+def examples(measured: Measurements, arch: Arch, shape_weight: Floats | None = None) -> Examples:
+    """Features and targets of all timed cells. `shape_weight` [shapes] says how much each shape counts."""
     listed = [shape_columns(shape) for shape in measured.shapes]
     shapes = {name: np.array([values[name] for values in listed]) for name in listed[0]}
     configs = config_columns(measured.configs)
@@ -69,45 +70,65 @@ def examples(measured: Measurements, arch: Arch) -> Examples:
         arch,
     )
     ratio = logs - best[shape_id]
+    weight = 1.0 / (1.0 + (ratio / HALF_WEIGHT) ** 2)
+    if shape_weight is not None:
+        weight = weight * shape_weight[shape_id]
     # Rounded, because logarithms differ in the last bit from machine to machine.
     return Examples(
         cell,
         np.hstack([shape_rows[shape_id], own]),
         np.round(squash(ratio), 9),
-        np.round(1.0 / (1.0 + (ratio / HALF_WEIGHT) ** 2), 9),
+        np.round(weight, 9),
         shape_rows,
         np.round(best - np.log(floors_us(shapes, arch)), 9),
     )
 
 
-def fit_regressors(data: Examples, rows: Any, shapes: Any, seed: int) -> tuple[Any, tuple[Any, Any]]:
-    """scikit-learn's regressors, fitted to some rows and some shapes: rank, and scaler and process of the level.
+def fit_rank(data: Examples, rows: Any, seed: int, parameters: Mapping[str, Any] | None = None) -> Any:
+    """scikit-learn's regressor of the rank, fitted to some rows; `parameters` replace some of RANK_PARAMETERS.
 
     Raises UnsupportedError without scikit-learn.
     """
     try:
         from sklearn.ensemble import HistGradientBoostingRegressor
-        from sklearn.gaussian_process import GaussianProcessRegressor
-        from sklearn.gaussian_process.kernels import ConstantKernel, Matern, WhiteKernel
-        from sklearn.preprocessing import StandardScaler
         from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
     except ImportError as error:
         raise UnsupportedError("training needs scikit-learn: pip install -e '.[train]'") from error
-    rank = HistGradientBoostingRegressor(random_state=seed, **RANK_PARAMETERS)
+    rank = HistGradientBoostingRegressor(random_state=seed, **{**RANK_PARAMETERS, **(parameters or {})})
+    # One thread: tables this small gain nothing from more, and on a busy machine threads that wait for each other at
+    # every node of every tree take ten times as long.
+    with threadpool_limits(limits=1):
+        return rank.fit(data.rank_rows[rows], data.rank_target[rows], sample_weight=data.rank_weight[rows])
+
+
+def fit_level(data: Examples, shapes: Any) -> tuple[Any, Any]:
+    """scikit-learn's scaler and process of the level, fitted to some shapes.
+
+    Raises UnsupportedError without scikit-learn.
+    """
+    try:
+        from sklearn.gaussian_process import GaussianProcessRegressor
+        from sklearn.gaussian_process.kernels import ConstantKernel, Matern, WhiteKernel
+        from sklearn.preprocessing import StandardScaler
+        from threadpoolctl import threadpool_limits
+    except ImportError as error:
+        raise UnsupportedError("training needs scikit-learn: pip install -e '.[train]'") from error
     known = np.asarray(shapes)[~np.isnan(data.level_target[shapes])]
     scaler = StandardScaler().fit(data.shape_rows[known])
     standard, target = scaler.transform(data.shape_rows[known]), data.level_target[known]
     processes = []
-    # One thread: tables this small gain nothing from more, and on a busy machine threads that wait for each other at
-    # every node of every tree take ten times as long.
     with threadpool_limits(limits=1):
-        rank.fit(data.rank_rows[rows], data.rank_target[rows], sample_weight=data.rank_weight[rows])
         for length in LEVEL_PARAMETERS["length_scale"]:
             for noise in LEVEL_PARAMETERS["noise_level"]:
                 kernel = ConstantKernel(1.0) * Matern(length, nu=1.5) + WhiteKernel(noise)
                 process = GaussianProcessRegressor(kernel, optimizer=None, normalize_y=True)
                 processes.append(process.fit(standard, target))
-    return rank, (scaler, max(processes, key=lambda process: round(process.log_marginal_likelihood_value_, 6)))
+    return scaler, max(processes, key=lambda process: round(process.log_marginal_likelihood_value_, 6))
+
+
+def fit_regressors(data: Examples, rows: Any, shapes: Any, seed: int) -> tuple[Any, tuple[Any, Any]]:
+    """Both, fitted to some rows and some shapes."""
+    return fit_rank(data, rows, seed), fit_level(data, shapes)
 
 
 def fit(data: Examples, rows: Any, shapes: Any, seed: int) -> tuple[Forest, Smooth]:

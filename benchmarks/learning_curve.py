@@ -1,0 +1,152 @@
+"""How many timings the model needs, chosen by `tilewise suggest` or drawn at random: a replay of measured launches.
+
+    python benchmarks/learning_curve.py [--arch h200] [--repeats 3] [--out benchmarks/results/learning_curve_h200.json]
+
+The pool is the first pass of the profile less a held-out half of the judging shapes; timing a launch means looking it
+up. Both ways start from the same timings, are refitted after each batch, and are judged on the held-out shapes by the
+second pass. Regret is the geometric mean of the pick's time over the best's; no guard, so that the model alone shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tilewise.data.store import load_profile
+from tilewise.kernels.arch import Arch, get_arch
+from tilewise.models.bundle import unsquash
+from tilewise.models.choice import first_best
+from tilewise.models.features import config_columns, config_features, shape_columns, shape_features
+from tilewise.models.fit import examples, fit_rank
+from tilewise.models.judging import Judged, geomean, judging_set
+from tilewise.models.measurements import Measurements, measurements
+from tilewise.models.sampling import next_launches, with_cells
+
+OP = "paged_mqa_logits"
+START, STEPS = 0.03, (0.05, 0.08, 0.12, 0.17, 0.23, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0)  # shares of the pool
+ENOUGH = 1.0005  # of the final regret: as good as all timings
+
+
+def judge(measured: Measurements, arch: Arch, held: list[Judged], seed: int) -> float:
+    """Geometric mean regret of a model of these timings on the held-out shapes."""
+    data = examples(measured, arch)
+    rank = fit_rank(data, slice(None), seed)
+    regret = []
+    for one in held:
+        numbers = shape_columns(one.shape)
+        own = config_features(numbers, config_columns(one.configs), arch)
+        rows = np.hstack([np.tile(shape_features(numbers, arch), (len(own), 1)), own])
+        pick = first_best(one.configs, np.exp(unsquash(rank.predict(rows))))
+        assert pick is not None
+        time_us = one.second_us[pick]
+        regret.append(max(1.0, (np.nanmax(one.second_us) if np.isnan(time_us) else time_us) / one.reference_us))
+    return geomean(np.array(regret))
+
+
+def replay(
+    pool: Measurements, arch: Arch, held: list[Judged], seed: int, choose: Callable[[np.ndarray, int], np.ndarray]
+) -> list[tuple[int, float]]:
+    """(timings, regret) as the pool is timed in the order that `choose` says."""
+    total = len(pool.shape_id)
+    known = np.zeros(total, bool)
+    curve = []
+    for share in (START, *STEPS):
+        want = round(share * total)
+        while known.sum() < want:
+            fresh = choose(known, want - int(known.sum()))
+            known[fresh] = True
+        curve.append((int(known.sum()), judge(with_cells(pool, known), arch, held, seed)))
+        print(f"  {curve[-1][0]:6} timings  regret {curve[-1][1]:.4f}", flush=True)
+    return curve
+
+
+def active(pool: Measurements, arch: Arch, seed: int) -> Callable[[np.ndarray, int], np.ndarray]:
+    """The next cells by `next_launches`."""
+    ids = {shape: at for at, shape in enumerate(pool.shapes)}
+    configs = {config: at for at, config in enumerate(pool.configs)}
+    cell = {pair: at for at, pair in enumerate(zip(pool.shape_id.tolist(), pool.config_id.tolist(), strict=True))}
+    present = [pool.shapes[at] for at in np.unique(pool.shape_id).tolist()]
+
+    def offer(shape: Any) -> list[Any]:
+        return [pool.configs[at] for at in pool.config_id[pool.cells(ids[shape])].tolist()]
+
+    def choose(known: np.ndarray, count: int) -> np.ndarray:
+        so_far = with_cells(pool, known) if known.any() else None
+        found = next_launches(so_far, present, arch, count, seed=seed, offer=offer)
+        return np.array([cell[ids[one.shape], configs[one.config]] for one in found])
+
+    return choose
+
+
+def drawn(pool: Measurements, seed: int) -> Callable[[np.ndarray, int], np.ndarray]:
+    """The next cells at random."""
+    order = np.random.default_rng(seed).permutation(len(pool.shape_id))
+
+    def choose(known: np.ndarray, count: int) -> np.ndarray:
+        return order[~known[order]][:count]
+
+    return choose
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", default="h200")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    arch = get_arch(args.arch)
+    measured = measurements(load_profile(OP, arch.name).columns, op=OP, arch=arch.name)
+    first = dataclasses.replace(measured, latency_us=measured.first_us)
+    judged = judging_set(measured, arch)
+    curves: dict[str, list[list[tuple[int, float]]]] = {"active": [], "random": []}
+    started = time.time()
+    for seed in range(args.repeats):
+        order = np.random.default_rng(seed).permutation(len(judged))
+        held = [judged[at] for at in order[: len(judged) // 2].tolist()]
+        known = ~np.isin(measured.shape_id, [one.shape_id for one in held]) & ~np.isnan(first.latency_us)
+        pool = with_cells(first, known)
+        for name, choose in (("active", active(pool, arch, seed)), ("random", drawn(pool, seed))):
+            print(f"seed {seed}, {name}, pool of {len(pool.shape_id)} timings", flush=True)
+            curves[name].append(replay(pool, arch, held, seed, choose))
+    summary: dict[str, Any] = {}
+    for name, runs in curves.items():
+        summary[name] = [
+            {
+                "timings": round(float(np.mean([run[at][0] for run in runs]))),
+                "geomean_regret": geomean(np.array([run[at][1] for run in runs])),
+            }
+            for at in range(len(runs[0]))
+        ]
+    final = summary["random"][-1]["geomean_regret"]
+    reached = {
+        name: next(point["timings"] for point in points if point["geomean_regret"] <= final * ENOUGH)
+        for name, points in summary.items()
+    }
+    result = {
+        "what": "replay of measured launches, geometric mean over the repeats",
+        "op": OP,
+        "arch": arch.name,
+        "repeats": args.repeats,
+        "pool_timings": summary["random"][-1]["timings"],
+        "held_out_shapes": len(judged) // 2,
+        "final_regret": final,
+        "timings_to_final_regret": reached,
+        "share_of_random": reached["active"] / reached["random"],
+        **summary,
+    }
+    print(json.dumps(result, indent=1))
+    print(f"{time.time() - started:.0f} s")
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
