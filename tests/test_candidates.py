@@ -63,7 +63,9 @@ def test_only_the_sizes_that_kernels_are_compiled_for_decide(
 def test_too_many_programs_are_refused_whatever_is_remembered() -> None:
     verdicts: Verdicts = {}
     small, large = Shape(1, 1, 32), Shape(1 << 20, 1, 32)
-    config = dataclasses.replace(default_config(large, ARCHS["h200"]), split_kv=1 << 12)
+    even = space("portable").default_config(large, ARCHS["h200"])
+    assert even is not None
+    config = dataclasses.replace(even, split_kv=1 << 12)
     candidates(small, ARCHS["h200"], verdicts)
     next(iter(verdicts.values()))[config] = config
     assert is_valid(small, config, ARCHS["h200"]) is None

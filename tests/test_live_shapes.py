@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import threading
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -220,3 +222,26 @@ def test_a_file_that_is_none_is_refused_with_its_line(tmp_path: Path, text: str,
     assert said in str(refused.value)
     with pytest.raises(InvalidProfileError, match="cannot be read"):
         read_traffic(tmp_path / "none")
+
+
+def test_memory_does_not_grow_with_the_shapes_asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a hundredth of the limits that bound all that grows; benchmarks/selection_memory.py has the real ones."""
+    for module, name in ((selecting, "MEMO_LIMIT"), (selecting, "CONTEXT_MEMO_LIMIT"), (live, "SEEN_LIMIT")):
+        monkeypatch.setattr(module, name, 200)
+    chooser = Selector("h200", bundle_dir=folder)
+
+    def ask(first: int, last: int) -> int:
+        for at in range(first, last):
+            chooser.select(Shape(1 + at % 60, 1 + at % 2, 32, max_context_len=2048 + at))
+            chooser.select(batch_size=1 + at % 60, next_n=1 + at % 2, heads=32, max_context_len=2048 + at)
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        filled = ask(0, 500)
+        # More than 700 bytes for each of 1500 shapes, were they kept; tables of configs still grow to their own limits.
+        assert ask(500, 2000) < filled + 500_000
+    finally:
+        tracemalloc.stop()
+    assert len(chooser.shapes_seen()) == 201

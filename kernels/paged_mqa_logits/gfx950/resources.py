@@ -55,8 +55,13 @@ ROW_FIELDS: tuple[str, ...] = tuple(field.name for field in fields(Row))
 
 def key_of(shape: Shape, config: Config) -> Key:
     """The audit key of a launch."""
+    return _key_of(shape.heads, shape.head_dim, shape.block_kv, config)
+
+
+@functools.lru_cache(maxsize=16384)
+def _key_of(heads: int, head_dim: int, block_kv: int, config: Config) -> Key:
     form = Form(config.tile_kv, config.num_warps, config.waves_per_eu, config.mfma, config.epilogue)
-    return Key(shape.heads, shape.head_dim, paging(shape.block_kv, config.tile_kv), config.fuse_n, form)
+    return Key(heads, head_dim, paging(block_kv, config.tile_kv), config.fuse_n, form)
 
 
 def per_token_128_keys(count: int, fuse_n: int, form: Form) -> float:

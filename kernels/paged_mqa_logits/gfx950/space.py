@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from tilewise.errors import InvalidConfigError
 from tilewise.kernels.arch import Arch
 from tilewise.kernels.paged_mqa_logits.gfx950.forms import MAX_QUERY_BYTES, PAGINGS, Form, forms, paging
@@ -77,6 +79,7 @@ def holds_whole_tiles(heads: int, fuse_n: int, mfma: str) -> bool:
     return heads * (1 if lone else 2) >= rows
 
 
+@functools.lru_cache(maxsize=16384)  # making one anew takes longer than all else that is done with it
 def config_of(fuse_n: int, form: Form, split_kv: int, program_order: str) -> Config:
     """The config of a form."""
     return Config(
