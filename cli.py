@@ -156,14 +156,19 @@ def add_evaluate(parser: argparse.ArgumentParser) -> None:
     _arch(parser)
     _home(parser)
     _json(parser)
-    parser.add_argument("--seed", type=_SEED, default=0, help="seed of folds and training (default: 0)")
+    parser.add_argument("--seed", type=_SEED, default=0, help="first seed of folds and training (default: 0)")
+    parser.add_argument(
+        "--seeds", type=_between(1, 100), default=5, metavar="N", help="seeds to try, figures are of all (default: 5)"
+    )
     parser.add_argument(
         "--leave-out",
         action="append",
-        default=[],
         choices=LEAVE_OUT,
-        help=f"also hold out each value of a field in turn: {', '.join(LEAVE_OUT)}; repeatable",
+        help="hold out each value of this field in turn, too; repeatable (default: batch_size, next_n, max_context_len "
+        "and heads)",
     )
+    parser.add_argument("--quick", action="store_true", help="one seed, and no field held out")
+    _jobs(parser)
     parser.add_argument(
         "--context",
         action="store_true",
@@ -206,6 +211,16 @@ MAX_FOLDS = 1000
 LEAVE_OUT = ("batch_size", "next_n", "heads", "block_kv", "max_context_len")
 
 
+def _traffic(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--traffic", type=Path, metavar="FILE", help="shapes that are asked for, with counts: they weigh more"
+    )
+
+
+def _jobs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--jobs", type=_between(1, 1024), default=1, metavar="N", help="processes (default: 1)")
+
+
 def add_train(parser: argparse.ArgumentParser) -> None:
     _arch(parser)
     _home(parser)
@@ -219,6 +234,8 @@ def add_train(parser: argparse.ArgumentParser) -> None:
         help=f"held-out folds for the metrics, 2 to {MAX_FOLDS}, or 0 for none (default: 10)",
     )
     parser.add_argument("--out", type=_folder, metavar="DIR", help="write the bundle to DIR and publish nothing")
+    _traffic(parser)
+    _jobs(parser)
 
 
 def add_import(parser: argparse.ArgumentParser) -> None:

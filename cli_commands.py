@@ -125,12 +125,19 @@ def _evaluate_context(args: argparse.Namespace) -> int:
 def run_evaluate(args: argparse.Namespace) -> int:
     if args.context:
         return _evaluate_context(args)
-    from tilewise.models.evaluate import evaluate
+    from tilewise.models.evaluate import LEAVE_OUT, evaluate
 
     arch, profile = _profile(args)
     with progress_bar() as progress:
         result = evaluate(
-            profile.columns, op=args.op, arch=arch, seed=args.seed, leave_out=args.leave_out, progress=progress
+            profile.columns,
+            op=args.op,
+            arch=arch,
+            seed=args.seed,
+            seeds=1 if args.quick else args.seeds,
+            leave_out=args.leave_out or (() if args.quick else LEAVE_OUT),
+            jobs=args.jobs,
+            progress=progress,
         )
     print_json(result) if args.json else print_evaluation(result)
     return 0
@@ -150,6 +157,7 @@ def _check_place(args: argparse.Namespace, arch: str) -> None:
 
 
 def run_train(args: argparse.Namespace) -> int:
+    from tilewise.data.traffic import read_traffic
     from tilewise.models import latency, registry
 
     arch, profile = _profile(args)
@@ -157,7 +165,14 @@ def run_train(args: argparse.Namespace) -> int:
     note(f"training on {len(profile)} rows of {args.op} on {arch}")
     with progress_bar() as progress:
         bundle = latency.train(
-            profile.columns, op=args.op, arch=arch, seed=args.seed, folds=args.folds, progress=progress
+            profile.columns,
+            op=args.op,
+            arch=arch,
+            seed=args.seed,
+            folds=args.folds,
+            traffic=None if args.traffic is None else read_traffic(args.traffic),
+            jobs=args.jobs,
+            progress=progress,
         )
     place = registry.publish(bundle, args.home) if args.out is None else bundle.save(Path(args.out).resolve())
     result = {

@@ -12,6 +12,7 @@ from tilewise.dispatch.decision import Decision, Explanation
 from tilewise.kernels.paged_mqa_logits.spec import Shape
 
 Progress = Callable[[str, int, int], None]  # what, done, of how many
+GUARDED = ("worst_against_default", "abstentions", "predicted_time_p90_error")
 FIGURES = ("geomean_regret", "p90_regret", "worst_regret", "within_2pct", "within_5pct")
 
 
@@ -78,13 +79,20 @@ def print_evaluation(result: dict[str, Any]) -> None:
     print(f"{'':<10}" + "".join(f"{name:>16}" for name in FIGURES))
     for name, figures in {"model": result, **result["baselines"]}.items():
         print(f"{name:<10}" + "".join(f"{figures[figure]:>16.4f}" for figure in FIGURES))
-    for field, left_out in result.get("leave_one_out", {}).items():
+    print()
+    print_fields({name: f"{result[name]:.4f}" for name in GUARDED}, width=28)
+    for name, left_out in result.items():
+        if not name.startswith("leave_one_"):
+            continue
+        field = name.removeprefix("leave_one_").removesuffix("_out")
         print(f"\neach of {left_out['values']} values of {field} held out in turn", end="")
         if FIGURES[0] not in left_out:
             print(": nothing is left to train on")
             continue
         print(f", {100 * left_out['extrapolated']:.0f} % of the shapes beyond what is left")
-        print(f"{'model':<10}" + "".join(f"{left_out[figure]:>16.4f}" for figure in FIGURES))
+        for label, figures in {"model": left_out, "alone": left_out["model_alone"]}.items():
+            print(f"{label:<10}" + "".join(f"{figures[figure]:>16.4f}" for figure in FIGURES))
+        print_fields({name: f"{left_out[name]:.4f}" for name in GUARDED}, width=28)
 
 
 def print_metrics(metrics: dict[str, Any]) -> None:

@@ -90,7 +90,7 @@ def drawn(pool: Measurements, seed: int) -> Callable[[np.ndarray, int], np.ndarr
     order = np.random.default_rng(seed).permutation(len(pool.shape_id))
 
     def choose(known: np.ndarray, count: int) -> np.ndarray:
-        return order[~known[order]][:count]
+        return np.asarray(order[~known[order]][:count])
 
     return choose
 
@@ -102,7 +102,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     arch = get_arch(args.arch)
-    measured = measurements(load_profile(OP, arch.name).columns, op=OP, arch=arch.name)
+    columns: Any = load_profile(OP, arch.name).columns
+    measured = measurements(columns, op=OP, arch=arch.name)
     first = dataclasses.replace(measured, latency_us=measured.first_us)
     judged = judging_set(measured, arch)
     curves: dict[str, list[list[tuple[int, float]]]] = {"active": [], "random": []}

@@ -325,6 +325,7 @@ def _check_manifest(manifest: Mapping[str, Any]) -> None:
     if not all(isinstance(manifest[name], dict) for name in ("metrics", "data", "training")):
         raise InvalidBundleError("metrics, data and training must be objects")
     check_bucket_transfers(manifest.get("bucket_transfers", {}))
+    check_bucket_transfers(manifest["bucket_transfers"])
     if not isinstance(manifest["golden"], list):
         raise InvalidBundleError("golden must be a list")
 

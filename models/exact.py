@@ -20,6 +20,7 @@ ARRAYS: dict[str, tuple[str, int]] = {
     "config_ids": ("<i4", 1),  # [cells]
     "latency_us": ("<f8", 1),  # [cells]; NaN where the config failed
 }
+_PAGES = [SHAPE_FIELDS.index(name) for name in ("head_dim", "block_kv", "cache_layout")]
 _SHAPE_DISTANCE = ("batch_size", "next_n", "heads", "head_dim", "block_kv", "max_context_len", "mean_context_len")
 
 
@@ -77,13 +78,10 @@ class Exact:
         distance = np.abs(self._place - place).sum(axis=1)
         order = np.argsort(distance, kind="stable")
         if same_pages:
-            pages = (shape.head_dim, shape.block_kv, shape.cache_layout)
-            order = np.array([at for at in order if self._pages(int(at)) == pages], dtype=np.int64)
+            layout = self.words.index(shape.cache_layout) if shape.cache_layout in self.words else -1
+            same = (self.shapes[:, _PAGES] == (shape.head_dim, shape.block_kv, layout)).all(axis=1)
+            order = order[same[order]]
         return [(int(at), float(distance[at])) for at in order[:count]]
-
-    def _pages(self, index: int) -> tuple[int, int, str]:
-        shape = self.shape(index)
-        return shape.head_dim, shape.block_kv, shape.cache_layout
 
     def _row(self, row: Sequence[int], fields: Sequence[str]) -> tuple[Any, ...]:
         texts = _TEXT_FIELDS

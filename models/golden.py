@@ -42,6 +42,11 @@ def verify(bundle: Bundle) -> None:
             )
 
 
+def golden_configs(bundle: Bundle) -> dict[Shape, Config]:
+    """The golden shapes of a verified bundle and their picks."""
+    return {Shape(**one["shape"]): Config.from_dict(one["config"]) for one in bundle.manifest["golden"]}
+
+
 def _pick(bundle: Bundle, index: int) -> tuple[Config, float]:
     configs = list(bundle.exact.times(index))
     times = bundle.predict_us(bundle.exact.shape(index), configs)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from tilewise.data.traffic import Traffic
 from tilewise.errors import InvalidProfileError
 from tilewise.kernels.arch import Arch, get_arch
 from tilewise.kernels.paged_mqa_logits.spec import Config, Shape, default_config
@@ -18,7 +19,7 @@ from tilewise.models.bucket_transfer import bucket_transfers
 from tilewise.models.bundle import Bundle
 from tilewise.models.evaluate import DEFAULT_FOLDS, evaluate_measurements
 from tilewise.models.exact import Exact
-from tilewise.models.fit import LEVEL_PARAMETERS, RANK_PARAMETERS, Examples, examples, fit
+from tilewise.models.fit import LEVEL_PARAMETERS, RANK_PARAMETERS, examples, fit
 from tilewise.models.golden import golden_picks
 from tilewise.models.guard import CONFIDENCE, Guard, Trial
 from tilewise.models.holdout import Progress, calibrate, default_timed, fold_splits, hold_out, trials
@@ -26,6 +27,7 @@ from tilewise.models.judging import noise_margin, noise_of
 from tilewise.models.measurements import Measurements, measurements
 from tilewise.models.regime import GROUP, RANGES, Regime, range_value
 from tilewise.models.transfer import transfer
+from tilewise.models.weights import traffic_weights
 
 
 def train(
@@ -35,34 +37,25 @@ def train(
     arch: str,
     seed: int = 0,
     folds: int = DEFAULT_FOLDS,
+    traffic: Sequence[Traffic] | None = None,
     jobs: int = 1,
     progress: Progress | None = None,
 ) -> Bundle:
     """A bundle from the columns of a profile (data/records.py), the same for the same rows whatever their order.
 
+    `traffic` makes shapes like those that are asked for weigh more (weights.py).
     Its metrics come from `folds` held-out folds (0: none are taken); the bundle itself is fitted to everything.
     Raises InvalidProfileError where no row is usable, UnsupportedError without scikit-learn or for an unknown arch.
     """
     facts = get_arch(arch)
     measured = measurements(columns, op=op, arch=facts.name)
-    data = examples(measured, facts)
+    weight = None if traffic is None else traffic_weights(measured.shapes, traffic)
+    data = examples(measured, facts, weight)
     if progress:
         progress("fit", 0, 1)
     rank, level = fit(data, slice(None), np.arange(len(measured.shapes)), seed)
     if progress:
         progress("fit", 1, 1)
-    metrics: dict[str, Any] = {}
-    guard = Guard(CONFIDENCE, {})
-    if folds:
-        inside: list[Trial] = []
-        try:
-            metrics, inside = evaluate_measurements(
-                measured, facts, seed=seed, folds=folds, jobs=jobs, progress=progress
-            )
-            metrics = _rounded(metrics)
-        except InvalidProfileError as error:  # too little was timed twice to judge: that is said, not hidden
-            metrics = {"none": str(error)}
-        guard = _guard(measured, facts, data, inside, seed, folds, jobs, progress)
     exact = exact_table(measured)
     manifest = {
         "op": measured.op,
@@ -72,7 +65,8 @@ def train(
         "toolchain": dict(measured.toolchain),
         "noise_margin": noise_margin(measured),
         "noise": noise_of(measured),
-        "guard": guard.to_dict(),
+        "guard": Guard(CONFIDENCE, {}).to_dict(),
+        "bucket_transfers": bucket_transfers(measured),
         "data": {
             "digest": data_digest(measured),
             "rows": measured.rows,
@@ -85,20 +79,47 @@ def train(
             "scikit_learn": _scikit_learn_version(),
             "rank": RANK_PARAMETERS,
             "level": LEVEL_PARAMETERS,
+            "traffic": None if weight is None else hashlib.sha256(weight.tobytes()).hexdigest()[:16],
         },
-        "bucket_transfers": bucket_transfers(measured),
         "regime": Regime.of(_timed(measured), measured_transfers(measured, facts)).to_dict(),
-        "metrics": metrics,
+        "metrics": {},
         "golden": [],
     }
     bundle = Bundle.create(manifest, rank, level, exact, facts)
-    return Bundle.create({**manifest, "golden": golden_picks(bundle)}, rank, level, exact, facts)
+    bundle = Bundle.create({**manifest, "golden": golden_picks(bundle)}, rank, level, exact, facts)
+    return judged(bundle, measured, seed=seed, folds=folds, jobs=jobs, progress=progress) if folds else bundle
+
+
+def judged(
+    bundle: Bundle,
+    measured: Measurements,
+    *,
+    seed: int = 0,
+    folds: int = DEFAULT_FOLDS,
+    jobs: int = 1,
+    progress: Progress | None = None,
+) -> Bundle:
+    """The bundle with the figures of held-out folds, and with the gain that its picks are asked for (guard.py).
+
+    `measured` is what it was trained on; `train(folds=0)`, then this, is `train(folds=folds)`.
+    """
+    metrics: dict[str, Any]
+    inside: list[Trial] = []
+    try:
+        metrics, inside = evaluate_measurements(
+            measured, bundle.arch, seed=seed, folds=folds, jobs=jobs, progress=progress
+        )
+        metrics = _rounded(metrics)
+    except InvalidProfileError as error:  # too little was timed twice to judge: that is said, not hidden
+        metrics = {"none": str(error)}
+    guard = _guard(measured, bundle.arch, inside, seed, folds, jobs, progress)
+    manifest = {**bundle.manifest, "metrics": metrics, "guard": guard.to_dict()}
+    return Bundle.create(manifest, bundle.rank, bundle.level, bundle.exact, bundle.arch)
 
 
 def _guard(
     measured: Measurements,
     arch: Arch,
-    data: Examples,
     inside: list[Trial],
     seed: int,
     folds: int,
@@ -109,6 +130,7 @@ def _guard(
     noise = noise_margin(measured)
     if not any(default_timed(measured, arch, at) for at in range(len(measured.shapes))):
         return Guard(CONFIDENCE, {})
+    data = examples(measured, arch)
     if not inside:
         splits = [split for split in fold_splits(measured.shapes, folds, seed) if len(split.train)]
         made = hold_out(measured, arch, data, splits, seed=seed, jobs=jobs, progress=progress)

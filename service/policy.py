@@ -7,14 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tilewise.errors import InvalidProfileError
-from tilewise.kernels.arch import get_arch
 from tilewise.models import latency
 from tilewise.models.bundle import Bundle
-from tilewise.models.evaluate import evaluate
+from tilewise.models.gate import gate as gate
+from tilewise.models.measurements import measurements
 
 Progress = Callable[[str, int, int], None]  # what, done, of how many
-FIGURES = ("geomean_regret", "p90_regret", "worst_regret")
 
 
 @dataclass(frozen=True)
@@ -37,31 +35,8 @@ def train(columns: Any, *, op: str, arch: str, seed: int, progress: Progress) ->
 
 def with_figures(candidate: Bundle, columns: Any, *, seed: int, folds: int, progress: Progress) -> Bundle:
     """The candidate with its held-out figures, the same bundle as training with that many folds gives."""
-    try:
-        metrics = evaluate(
-            columns, op=candidate.op, arch=candidate.arch.name, seed=seed, folds=folds, progress=progress
-        )
-    except InvalidProfileError as error:  # too little was timed twice to judge: that is said, not hidden
-        metrics = {"none": str(error)}
-    manifest = {**candidate.manifest, "metrics": metrics}
-    return Bundle.create(manifest, candidate.rank, candidate.level, candidate.exact, get_arch(candidate.arch.name))
-
-
-def gate(candidate: Bundle, current: Bundle | None) -> Verdict:
-    """Whether the candidate's held-out figures are no worse than those of the model in force, noise apart."""
-    new = {name: candidate.manifest["metrics"].get(name) for name in FIGURES}
-    if current is None:
-        return Verdict(True, "there is no model to compare with", {"candidate": new})
-    old = {name: current.manifest["metrics"].get(name) for name in FIGURES}
-    figures = {"candidate": new, "current": old}
-    if None in new.values() or None in old.values():
-        return Verdict(True, "one of the two has no held-out figures: nothing speaks against the candidate", figures)
-    margin = max(candidate.noise_margin, current.noise_margin)
-    for name in FIGURES:
-        if new[name] > old[name] * (1.0 + margin):
-            why = f"{name} is {new[name]:.4f}, that of the model in force {old[name]:.4f}: more than noise above it"
-            return Verdict(False, why, figures)
-    return Verdict(True, "no held-out figure is more than noise above that of the model in force", figures)
+    measured = measurements(columns, op=candidate.op, arch=candidate.arch.name)
+    return latency.judged(candidate, measured, seed=seed, folds=folds, progress=progress)
 
 
 def judge_shadow(picks: list[dict[str, Any]], noise_margin: float) -> Verdict:
