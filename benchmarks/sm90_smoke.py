@@ -75,7 +75,7 @@ class Case:
 def cfg(fuse_n: int, dot_n: int, consumers: int = 2, token_split: int = 1, num_stages: int = 0, **more: Any) -> Config:
     if not num_stages:
         num_stages = {1: 4, 2: 8, 3: 9, 4: 8}[consumers] if token_split == 1 else 8
-    given: dict[str, Any] = {"schedule": "balanced", "epilogue": "add", "ctas_per_sm": 1} | more
+    given: dict[str, Any] = {"schedule": "balanced", "ctas_per_sm": 1} | more
     return Config(
         kernel="sm90", fuse_n=fuse_n, dot_n=dot_n, num_warps=4, consumers=consumers, token_split=token_split,
         num_stages=num_stages, **given,
@@ -88,10 +88,10 @@ def cases() -> list[Case]:
     rng = random.Random(1)
     for heads in (64, 32, 128, 16):
         for next_n in range(1, 9):
-            default = space.default_config(Shape(64, next_n, heads), arch)
+            default = space.default_config(Shape(64, next_n, heads, max_context_len=4096), arch)
             assert default is not None
             found.append(Case(f"default h{heads} n{next_n}", default, next_n, heads=heads))
-    # Each way of cutting tokens, consumers and epilogues.
+    # Each way of cutting tokens and dealing them to consumers.
     for next_n, config in (
         (1, cfg(1, 1)), (1, cfg(1, 1, 1)), (1, cfg(1, 1, 4)), (2, cfg(2, 1)), (2, cfg(2, 2)), (2, cfg(2, 2, 3)),
         (2, cfg(2, 1, 2, 2)), (3, cfg(3, 1, 3, 3)), (3, cfg(3, 2)), (3, cfg(2, 2)), (3, cfg(1, 1, 3)), (4, cfg(4, 2)),
@@ -100,10 +100,8 @@ def cases() -> list[Case]:
         (7, cfg(4, 2)), (7, cfg(7, 2, 2, 2)), (8, cfg(8, 2)), (8, cfg(8, 2, 4, 4)), (8, cfg(8, 2, 2, 2)),
         (8, cfg(3, 2)), (8, cfg(1, 1, 1, num_stages=4, ctas_per_sm=3)),
     ):  # fmt: skip
-        for epilogue in ("add", "mix"):
-            config = Config.from_dict(config.to_dict() | {"epilogue": epilogue})
-            name = f"n{next_n} f{config.fuse_n} g{config.dot_n} c{config.consumers}/{config.token_split} {epilogue}"
-            found.append(Case(name, config, next_n))
+        name = f"n{next_n} f{config.fuse_n} g{config.dot_n} c{config.consumers}/{config.token_split}"
+        found.append(Case(name, config, next_n))
     found += [Case(f"h32 dot4 n{n}", cfg(n, 4, 2), n, heads=32) for n in (4, 5, 6, 7, 8)]
     found += [Case(f"h16 dot4 n{n}", cfg(n, 4, 3), n, heads=16) for n in (5, 7)]
     found += [Case(f"d64 n{n}", cfg(n, min(n, 2)), n, head_dim=64) for n in (1, 2, 4, 7)]
@@ -227,14 +225,13 @@ def timed_shapes() -> list[tuple[str, Shape, tuple[int, ...]]]:
 
 
 def to_time(shape: Shape) -> list[Config]:
-    """Portable configs, and each structure of the Hopper kernel with the epilogues that may suit it."""
+    """Portable configs, and each structure of the Hopper kernel."""
     from tilewise.kernels.paged_mqa_logits import portable_space
     from tilewise.kernels.paged_mqa_logits.spec import is_valid
 
     arch = current_arch()
     structures: dict[tuple[int, ...], Config] = {}
-    for c in [space.default_config(shape, arch), *space.candidates(shape, arch)]:
-        assert c is not None
+    for c in space.candidates(shape, arch):
         even = c.schedule == "even"
         if even and shape.context_tokens > 65536:
             continue
@@ -248,8 +245,7 @@ def to_time(shape: Shape) -> list[Config]:
     others = [c for c in structures.values() if c not in whole]
     own = []
     for c in whole + others[:8]:
-        epilogues = ["add"] if c.schedule == "even" else ["add", "mix"]
-        own += [Config.from_dict(c.to_dict() | {"epilogue": e}) for e in epilogues]
+        own.append(c)
     own = [c for c in dict.fromkeys(own) if space.why_invalid(shape, c, arch) is None]
     listed = dict.fromkeys(portable_space.candidates(shape, arch))
     plain = [c for c in listed if is_valid(shape, c, arch) is None and c.mma_m == "kv"]
@@ -485,7 +481,7 @@ def main() -> int:
         compile_ahead("check")
         listed = cases()
         passed = skipped = 0
-        worst: dict[str, list[float]] = {}
+        worst = [0.0, 0.0]
         for line in children("check", len(listed), deadline):
             said.append(line)
             case = listed[line["index"]]
@@ -494,14 +490,12 @@ def main() -> int:
                 print(f"skip  {case.name}: {line['skip']}")
             elif line.get("ok"):
                 passed += 1
-                old = worst.setdefault(case.config.epilogue, [0.0, 0.0])
-                worst[case.config.epilogue] = [max(old[0], line["element"]), max(old[1], line["norm"])]
+                worst = [max(worst[0], line["element"]), max(worst[1], line["norm"])]
             elif "ok" in line or "trouble" in line:
                 bad += 1
                 print(f"BAD   {line['index']} {case.name} [{case.config}]: {line}")
         print(f"checks: {passed} passed, {bad} bad, {skipped} skipped of {len(listed)}")
-        for epilogue, (element, norm) in worst.items():
-            print(f"  {epilogue:5s} worst error: element {element:.2e}, norm {norm:.2e}")
+        print(f"  worst error: element {worst[0]:.2e}, norm {worst[1]:.2e}")
     if args.only in (None, "time"):
         compile_ahead("time")
         names = timed_shapes()

@@ -89,6 +89,16 @@ def sampled(arch: Arch, count: int, *, seed: int, judged: bool, most_us: float =
             yield one
 
 
+def large_and_ragged() -> Iterator[Target]:
+    """32 and 64 heads: next_n 3, 5, 7 and 8 on large launches, and 64 requests of 1k to 128k tokens."""
+    for heads in (32, 64):
+        for next_n in (3, 5, 7, 8):
+            yield target(64, next_n, heads, 32768)
+            yield target(16, next_n, heads, 131072)
+        for next_n in (1, 2, 4, 6):
+            yield target(64, next_n, heads, 131072, contexts="log_uniform")
+
+
 def m_curve() -> Iterator[Target]:
     """Equal K traffic at 32, 64 and 128 heads, next_n 6: the question of the original report, on any GPU."""
     for heads in (32, 64, 128):
@@ -110,6 +120,7 @@ def named_set(name: str, arch: Arch) -> list[Target]:
         targets = [
             *sampled(arch, 100, seed=20261129, judged=True),
             *grid_72(),
+            *large_and_ragged(),
             *m_curve(),
             *sampled(arch, 190, seed=7, judged=False),
         ]

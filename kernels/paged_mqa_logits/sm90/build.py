@@ -48,7 +48,6 @@ def constants(shape: Shape, config: Config, lens_2d: bool) -> dict[str, Any]:
         "STAGES": config.num_stages,
         "CONSUMERS": config.consumers,
         "TOKEN_SPLIT": config.token_split,
-        "EPILOGUE": config.epilogue,
         "KEEP_WEIGHTS": resources.keeps_weights(shape, config),
         "BALANCED": balanced,
         "LENS_2D": lens_2d and shape.next_n > 1,

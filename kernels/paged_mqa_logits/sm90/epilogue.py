@@ -44,24 +44,14 @@ def _product_weights(p, w, TOKENS: gl.constexpr, COLUMNS: gl.constexpr, PART: gl
         even, odd = gl.split(gl.reshape(w, [COLUMNS, 2, 2]))
         low, high = gl.split(odd if PART % 2 == 1 else even)
         w = high if PART >= 2 else low
-    w = gl.convert_layout(gl.reshape(w, [COLUMNS]), LAYOUT)
-    if p.EPILOGUE == "mix":
-        w = w * gl.where(gl.arange(0, COLUMNS, layout=LAYOUT) % 2 == 0, 1.0, 0.5)
-    return w
+    return gl.convert_layout(gl.reshape(w, [COLUMNS]), LAYOUT)
 
 
 @gluon.jit
 def _add_product(p, acc, w, chains):
     # Adds a product's weighted relu to the sums of its piece: a tuple of [64, 4, 2], or of nothing yet.
     COUNT: gl.constexpr = acc.shape[1] // 8
-    if p.EPILOGUE == "mix":
-        # Two pipes at once: max for even columns, x + |x| (whose |.| is free) for odd ones, which have half weights.
-        x = gl.inline_asm_elementwise(
-            "{ .reg .f32 t; max.f32 $0, $2, 0f00000000; abs.f32 t, $3; add.f32 $1, $3, t; }",
-            "=r,=r,r,r", [acc], dtype=gl.float32, is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        x = acc + gl.abs(acc)  # twice the relu; the scale of K is halved instead
+    x = acc + gl.abs(acc)  # twice the relu, whose |.| is free; the scale of K is halved instead
     w, x = gl.broadcast(gl.expand_dims(w, 0), x)
     # Multiply-adds spelled out, eight columns at a time: a reduction's order is the compiler's, and not every release
     # contracts it. Four independent chains: two rows, two neighbouring columns.
@@ -127,9 +117,7 @@ def _store_tokens(p, y, scale, part, column, masked, FIRST: gl.constexpr):
     TOKENS: gl.constexpr = gl.SliceLayout(0, y.type.layout)
     pos = gl.expand_dims(column + gl.arange(0, 64, layout=ROWS), 1)
     t = FIRST + gl.arange(0, y.shape[1], layout=TOKENS)
-    if p.EPILOGUE == "add":
-        scale = scale * 0.5
-    y = y * gl.expand_dims(gl.convert_layout(scale, ROWS), 1)
+    y = y * gl.expand_dims(gl.convert_layout(scale * 0.5, ROWS), 1)  # the sums are of twice the relu
     out = p.out + (part.request * p.NEXT_N + part.token + t).to(gl.int64) * p.out_stride
     at = gl.expand_dims(out, 0) + pos
     if masked:

@@ -198,14 +198,14 @@ def _paged_mqa_logits_kernel(
     split_kv, table_stride, lens_stride, weights_stride, out_stride,
     NEXT_N: gl.constexpr, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_KV: gl.constexpr,
     FUSE_N: gl.constexpr, DOT_N: gl.constexpr, IN_FLIGHT: gl.constexpr, STAGES: gl.constexpr,
-    CONSUMERS: gl.constexpr, TOKEN_SPLIT: gl.constexpr, EPILOGUE: gl.constexpr, KEEP_WEIGHTS: gl.constexpr,
+    CONSUMERS: gl.constexpr, TOKEN_SPLIT: gl.constexpr, KEEP_WEIGHTS: gl.constexpr,
     BALANCED: gl.constexpr, LENS_2D: gl.constexpr, CHUNK: gl.constexpr, CHUNKS: gl.constexpr,
     Q_TOKENS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     gl.static_assert(STAGES % (CONSUMERS // TOKEN_SPLIT) == 0, "a ring slot must always belong to the same consumers")
     p = Problem(
         block_tables, lens, out, batch_size, max_columns, table_stride, lens_stride, weights_stride, out_stride,
-        NEXT_N, HEADS, HEAD_DIM, BLOCK_KV, FUSE_N, DOT_N, IN_FLIGHT, STAGES, CONSUMERS, TOKEN_SPLIT, EPILOGUE,
+        NEXT_N, HEADS, HEAD_DIM, BLOCK_KV, FUSE_N, DOT_N, IN_FLIGHT, STAGES, CONSUMERS, TOKEN_SPLIT,
         KEEP_WEIGHTS, BALANCED, LENS_2D, Q_TOKENS,
     )  # fmt: skip
     # The lengths are asked for before anything else: the barriers are set up while they arrive.

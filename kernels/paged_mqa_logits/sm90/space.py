@@ -18,13 +18,11 @@ from tilewise.kernels.paged_mqa_logits.spec import Config, Shape, cdiv
 
 READS = frozenset(
     (
-        "kernel", "fuse_n", "dot_n", "tile_kv", "split_kv", "num_stages", "schedule", "epilogue", "consumers",
+        "kernel", "fuse_n", "dot_n", "tile_kv", "split_kv", "num_stages", "schedule", "consumers",
         "token_split", "ctas_per_sm",
     )
 )  # fmt: skip
 
-# relu(x) as x + |x|, or half of the columns so and half as max(x, 0), on another pipe.
-EPILOGUES = ("add", "mix")
 MAX_COLUMNS = 256  # of one product
 
 
@@ -48,8 +46,6 @@ def why_invalid(shape: Shape, config: Config, arch: Arch) -> str | None:
         return f"tile_kv must be {TILE_KV}, got {config.tile_kv}"
     if config.num_warps != 4:
         return f"num_warps must be 4, a warpgroup, got {config.num_warps}"
-    if config.epilogue not in EPILOGUES:
-        return f"epilogue must be one of {', '.join(EPILOGUES)}, got {config.epilogue!r}"
     if not 1 <= config.consumers <= 4:
         return f"consumers must be 1 to 4, got {config.consumers}"
     if config.token_split < 1 or config.consumers % config.token_split:
@@ -99,18 +95,18 @@ def candidates(shape: Shape, arch: Arch) -> list[Config]:
             if whole:
                 structures += [(2, 2, 8), (3, 3, 8)]
             for structure in structures if whole or fuse_n > 1 or small else []:
-                found += [_config(fuse_n, dot_n, *structure, epilogue) for epilogue in EPILOGUES]
+                found.append(_config(fuse_n, dot_n, *structure))
         if whole and fuse_n >= 4 and shape.heads == 64:  # a whole piece of four in one product
-            found += [_config(fuse_n, 4, 2, split, 8, epilogue) for split in (1, 2) for epilogue in EPILOGUES]
+            found += [_config(fuse_n, 4, 2, split, 8) for split in (1, 2)]
         if fuse_n == 1:
-            found += [_config(1, 1, 1, 1, 4, epilogue, ctas_per_sm=3) for epilogue in EPILOGUES]
+            found.append(_config(1, 1, 1, 1, 4, ctas_per_sm=3))
         if small:  # no count over the batch: a shorter start
             for per_sm in (1, 2):
                 parts = max(1, shape.batch_size) * cdiv(shape.next_n, fuse_n)
                 tiles = cdiv(shape.max_context_len, TILE_KV)
                 split_kv = max(1, min(per_sm * arch.compute_units // parts, tiles))
-                found.append(_config(fuse_n, dots[0], 2, 1, 6, "add", split_kv=split_kv))
-                found.append(_config(fuse_n, dots[0], 1, 1, 4, "add", split_kv=split_kv))
+                found.append(_config(fuse_n, dots[0], 2, 1, 6, split_kv=split_kv))
+                found.append(_config(fuse_n, dots[0], 1, 1, 4, split_kv=split_kv))
     return found
 
 
@@ -121,21 +117,21 @@ def default_config(shape: Shape, arch: Arch) -> Config | None:
     columns = shape.next_n * shape.heads
     dot_n = next(dot for dot in (4, 2, 1) if dot == 1 or (dot <= shape.next_n and dot * shape.heads <= 128))
     if columns <= 64:
-        ordered = [(1, 1, 1, 1, 4, "add", 3)] if shape.next_n == 1 else []
-        ordered += [(shape.next_n, dot_n, 3, 1, 9, "add", 1)]
+        ordered = [(1, 1, 1, 1, 4, 3)] if shape.next_n == 1 else []
+        ordered += [(shape.next_n, dot_n, 3, 1, 9, 1)]
     elif columns <= 192:
-        ordered = [(shape.next_n, dot_n, 3, 1, 9, "add", 1)]
+        ordered = [(shape.next_n, dot_n, 3, 1, 9, 1)]
     elif columns <= 256:
-        ordered = [(shape.next_n, dot_n, 2, 1, 8, "add", 1)]
+        ordered = [(shape.next_n, dot_n, 2, 1, 8, 1)]
     elif columns <= 384:
-        ordered = [(shape.next_n, dot_n, 3, 3, 8, "mix", 1)]
+        ordered = [(shape.next_n, dot_n, 3, 3, 8, 1)]
     else:
-        ordered = [(shape.next_n, dot_n, 2, 2, 8, "mix", 1)]
+        ordered = [(shape.next_n, dot_n, 2, 2, 8, 1)]
     half = cdiv(shape.next_n, 2)
-    ordered += [(shape.next_n, dot_n, 2, 1, 8, "add", 1), (half, 1 if half < dot_n else dot_n, 2, 1, 8, "add", 1)]
-    ordered += [(1, 1, 2, 1, 4, "add", 1)]
-    for fuse_n, dot, consumers, token_split, num_stages, epilogue, ctas_per_sm in ordered:
-        config = _config(fuse_n, dot, consumers, token_split, num_stages, epilogue, ctas_per_sm=ctas_per_sm)
+    ordered += [(shape.next_n, dot_n, 2, 1, 8, 1), (half, 1 if half < dot_n else dot_n, 2, 1, 8, 1)]
+    ordered += [(1, 1, 2, 1, 4, 1)]
+    for fuse_n, dot, consumers, token_split, num_stages, ctas_per_sm in ordered:
+        config = _config(fuse_n, dot, consumers, token_split, num_stages, ctas_per_sm=ctas_per_sm)
         if why_invalid(shape, config, arch) is None:
             return config
     return None
@@ -143,11 +139,11 @@ def default_config(shape: Shape, arch: Arch) -> Config | None:
 
 @functools.lru_cache(maxsize=16384)  # making one anew takes longer than all else that is done with it
 def _config(
-    fuse_n: int, dot_n: int, consumers: int, token_split: int, num_stages: int, epilogue: str, *,
+    fuse_n: int, dot_n: int, consumers: int, token_split: int, num_stages: int, *,
     split_kv: int = 0, ctas_per_sm: int = 1,
 ) -> Config:  # fmt: skip
     return Config(
         kernel="sm90", fuse_n=fuse_n, dot_n=dot_n, tile_kv=TILE_KV, num_warps=4, num_stages=num_stages,
-        epilogue=epilogue, consumers=consumers, token_split=token_split, ctas_per_sm=ctas_per_sm,
+        consumers=consumers, token_split=token_split, ctas_per_sm=ctas_per_sm,
         schedule="even" if split_kv else "balanced", split_kv=split_kv or 1,
     )  # fmt: skip

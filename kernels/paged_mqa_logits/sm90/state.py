@@ -35,7 +35,6 @@ class Problem:
     STAGES: gl.constexpr
     CONSUMERS: gl.constexpr
     TOKEN_SPLIT: gl.constexpr
-    EPILOGUE: gl.constexpr  # form of relu and weighting: "add" or "mix"
     KEEP_WEIGHTS: gl.constexpr  # weights stay in registers from tile to tile
     BALANCED: gl.constexpr
     LENS_2D: gl.constexpr
@@ -47,7 +46,7 @@ class Problem:
     def __init__(
         self, block_tables, lens, out, batch_size, max_columns, table_stride, lens_stride, weights_stride,
         out_stride,
-        NEXT_N, HEADS, HEAD_DIM, BLOCK_KV, FUSE_N, DOT_N, IN_FLIGHT, STAGES, CONSUMERS, TOKEN_SPLIT, EPILOGUE,
+        NEXT_N, HEADS, HEAD_DIM, BLOCK_KV, FUSE_N, DOT_N, IN_FLIGHT, STAGES, CONSUMERS, TOKEN_SPLIT,
         KEEP_WEIGHTS, BALANCED, LENS_2D, Q_TOKENS,
     ):  # fmt: skip
         self.block_tables = block_tables
@@ -69,7 +68,6 @@ class Problem:
         self.STAGES = gl.constexpr(STAGES)
         self.CONSUMERS = gl.constexpr(CONSUMERS)
         self.TOKEN_SPLIT = gl.constexpr(TOKEN_SPLIT)
-        self.EPILOGUE = gl.constexpr(EPILOGUE)
         self.KEEP_WEIGHTS = gl.constexpr(KEEP_WEIGHTS)
         self.BALANCED = gl.constexpr(BALANCED)
         self.LENS_2D = gl.constexpr(LENS_2D)
