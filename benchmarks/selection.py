@@ -2,7 +2,8 @@
 
     python benchmarks/select.py [--json] [--arch h200] [--bundle FOLDER]
 
-Medians on one thread. Without a bundle for the arch, cold is the cost of falling back to the default, and says so.
+Medians on one thread; cold_most_us is cold for a shape with the most candidates. Without a bundle for the arch, cold is
+the cost of falling back to the default, and says so.
 """
 
 from __future__ import annotations
@@ -12,16 +13,19 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tilewise.dispatch.decision import Source
 from tilewise.dispatch.selector import Selector
-from tilewise.kernels.paged_mqa_logits.spec import Shape, candidates
+from tilewise.kernels.paged_mqa_logits.spec import HEADS, Shape, candidates
 from tilewise.models.bundle import Bundle
 from tilewise.models.registry import current
 
 OP = "paged_mqa_logits"
 SHAPE = Shape(16, 6, 32, 128, 64, 131072)
+CONTEXTS = (2048, 8192, 32768, 131072)  # among which the most candidates are looked for
 
 
 def per_call_us(call: Callable[[], object], calls: int = 2000, repeats: int = 101) -> float:
@@ -49,13 +53,16 @@ def measure(arch: str, bundle_dir: str | None = None) -> dict[str, Any]:
     ints = per_call_us(
         lambda: selector.select(batch_size=16, next_n=6, heads=32, head_dim=128, block_kv=64, max_context_len=131072)
     )
-    cold, sources = [], set()
-    for at in range(1000):  # contexts that nobody measured, all of them new
-        new = Shape(16, 6, 32, 128, 64, 5001 + 7 * at)
-        start = time.perf_counter()
-        decision = selector.select(new)
-        cold.append((time.perf_counter() - start) * 1e6)
-        sources.add(decision.source)
+    # Contexts that nobody measured, all of them new.
+    cold, sources = _cold_us(selector, [Shape(16, 6, 32, 128, 64, 5001 + 7 * at) for at in range(1000)])
+    most = max(
+        (Shape(4, next_n, heads, 128, 64, length) for next_n in range(1, 9) for heads in HEADS for length in CONTEXTS),
+        key=lambda shape: len(candidates(shape, selector.arch)),
+    )
+    longest, _ = _cold_us(
+        selector,
+        [replace(most, max_context_len=most.max_context_len + at, mean_context_len=None) for at in range(1000)],
+    )
     result: dict[str, Any] = {
         "arch": selector.arch.name,
         "model_id": selector.model_id,
@@ -66,12 +73,26 @@ def measure(arch: str, bundle_dir: str | None = None) -> dict[str, Any]:
         "cold_us": statistics.median(cold),
         "cold_p99_us": statistics.quantiles(cold, n=100)[98],
         "cold_sources": sorted(sources),
+        "most_candidates": len(candidates(most, selector.arch)),
+        "cold_most_us": statistics.median(longest),
     }
     if selector.bundle is not None:
         folder = Path(bundle_dir) if bundle_dir else current(OP, selector.arch.name)
         result["load_ms"] = statistics.median(_load_ms(folder) for _ in range(21))
         result["bundle_bytes"] = sum(path.stat().st_size for path in folder.iterdir())
     return result
+
+
+def _cold_us(selector: Selector, shapes: list[Shape]) -> tuple[list[float], set[Source]]:
+    """Microseconds of each first selection, and the rungs that answered."""
+    cold: list[float] = []
+    sources: set[Source] = set()
+    for shape in shapes:
+        start = time.perf_counter()
+        decision = selector.select(shape)
+        cold.append((time.perf_counter() - start) * 1e6)
+        sources.add(decision.source)
+    return cold, sources
 
 
 def _load_ms(folder: Path) -> float:

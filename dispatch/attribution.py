@@ -21,14 +21,15 @@ from tilewise.models.features import FEATURES, SHAPE_FEATURES
 # Every feature of a config is in one group; those that are in none make a group of their own.
 GROUPS: dict[str, tuple[str, ...]] = {
     "kernel": ("kernel", "mma_m", "mfma", "epilogue", "program_order", "schedule"),
-    "fusion": ("fuse_n", "dot_n", "groups", "idle_tokens", "dots", "log2_columns", "log2_requested_us"),
+    "fusion": ("fuse_n", "dot_n", "groups", "idle_tokens", "dots", "log2_columns", "idle_columns", "log2_requested_us"),
     "tile": (
         "tile_kv", "num_warps", "num_stages", "waves_per_eu", "consumers", "token_split", "ctas_per_sm", "resident",
-        "log2_registers", "log2_shared_memory", "tile_fill",
+        "log2_registers", "log2_weight_registers", "log2_shared_memory", "tile_fill", "own_dots", "log2_own_columns",
     ),
     "splits": (
         "split_kv", "log2_programs_per_unit", "log2_waves", "tail_fill", "log2_tiles_per_program", "idle_splits",
         "log2_program_tokens", "log2_unit_tiles", "log2_bytes_in_flight", "log2_steps",
+        "log2_segments",
     ),
     "estimate": ("log2_estimate",),
 }  # fmt: skip

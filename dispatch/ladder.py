@@ -245,9 +245,12 @@ def _prior(found: Assessment, arch: Arch, miss: str, why: str) -> Assessment:
     found.misses.append(miss)
     found.regime = "extrapolated"
     found.reason = f"{why}: the default config."
+    priors = {kernel: getattr(space(kernel), "prior_us", None) for kernel in {one.kernel for one in found.configs}}
+    if priors[found.configs[found.default].kernel] is None:
+        return found
     times = np.full(len(found.configs), np.nan)
     for i, config in enumerate(found.configs):
-        prior_us = getattr(space(config.kernel), "prior_us", None)
+        prior_us = priors[config.kernel]
         if prior_us is not None and found.notes.get(i) != FAILED:
             times[i] = prior_us(found.shape, config, arch)
     if np.isnan(times[found.default]):

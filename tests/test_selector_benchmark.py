@@ -28,9 +28,15 @@ def test_the_figures_have_names_and_are_of_the_right_size(tmp_path: Path) -> Non
     result = json.loads(done.stdout)
     assert result["cold_sources"] == ["model"]
     assert result["model_id"] == trained.bundle().model_id
-    assert result["candidates"] > 50
+    assert 1 < result["candidates"] <= result["most_candidates"]
     # Ten times what is promised: this machine may be busy, and the benchmark itself is where the figures are read.
-    for name, bound in (("warm_us", 20), ("warm_from_ints_us", 80), ("cold_us", 50_000), ("load_ms", 500)):
+    for name, bound in (
+        ("warm_us", 20),
+        ("warm_from_ints_us", 80),
+        ("cold_us", 50_000),
+        ("cold_most_us", 50_000),
+        ("load_ms", 500),
+    ):
         assert 0 < result[name] < bound, name
 
 
