@@ -21,6 +21,7 @@ from tilewise.service.model_routes import model_routes
 from tilewise.service.parts import Service
 from tilewise.service.problems import ERRORS, Problem, add_problems
 from tilewise.service.profile_routes import profile_routes
+from tilewise.service.remembered import Memory, Remember
 from tilewise.service.settings import Settings
 from tilewise.service.shape_routes import shape_routes
 
@@ -66,10 +67,12 @@ def create_app(
         responses={status: {"model": Problem, "description": text} for status, text in ERRORS.items()},
     )
     app.state.service = service
+    memory = Memory(service.selectors)
+    app.add_middleware(Remember, memory=memory)
     app.add_middleware(Guard, access=service.access, common=service.common_headers)
     app.add_middleware(Count, metrics=service.metrics)
     add_problems(app, service.common_headers, service.selectors.also_wrong)
-    app.include_router(ask_routes(service.selectors))
+    app.include_router(ask_routes(service.selectors, memory))
     app.include_router(profile_routes(service))
     app.include_router(shape_routes(service))
     app.include_router(job_routes(service))

@@ -6,7 +6,7 @@ import asyncio
 import json
 from typing import Any
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
@@ -25,24 +25,28 @@ from tilewise.service.messages import (
     unserved,
 )
 from tilewise.service.problems import MAX_NAMED, FieldProblem, StrictRoute, field_error
+from tilewise.service.remembered import Memory
 from tilewise.service.selectors import Selectors
 
 MODEL_HEADER = "Tilewise-Model"  # id of the model behind an answer, also on errors; "none" without one
 
 
-def ask_routes(selectors: Selectors) -> APIRouter:
+def ask_routes(selectors: Selectors, memory: Memory) -> APIRouter:
     """The routes."""
     router = APIRouter(route_class=StrictRoute, tags=["shapes"])
     one_batch = asyncio.Semaphore(1)  # a batch has a thread; two of them would only share the processor
 
     @router.post("/v1/select", summary="The config to launch", response_model=SelectAnswer)
-    async def select(request: LaunchRequest) -> Response:
+    async def select(raw: Request, request: LaunchRequest) -> Response:
         """One decision: config, predicted time, margin to the runner-up, source, regime and reason."""
+        loads = selectors.loads
         selector, shape = selectors.question(request)
         decision = selector.select(shape)
         selectors.note(selector.arch.name, shape, decision)
         content = {**asked(selector, shape), **decision.to_dict()}
-        return JSONResponse(content, headers=model_header(decision.model_id))
+        response = JSONResponse(content, headers=model_header(decision.model_id))
+        memory.keep(await raw.body(), selector, loads, shape, decision, response)
+        return response
 
     @router.post("/v1/select/batch", summary="The configs to launch, for many shapes", response_model=BatchAnswer)
     async def select_batch(request: BatchRequest) -> Response:

@@ -6,7 +6,9 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,33 +18,46 @@ from tilewise.service.processes import be_nice, die_with_parent, module_command
 from tilewise.service.settings import Settings
 
 
-class ImportFailedError(TilewiseError, RuntimeError):
-    """The process that checks uploads died."""
+class ImportStoppedError(TilewiseError, RuntimeError):
+    """The check of an upload was cut off. Nothing is lost that was accepted; the same file may be sent again."""
 
 
-async def import_apart(path: Path, settings: Settings, options: dict[str, Any]) -> dict[str, Any]:
-    """What became of an uploaded file's rows, as `ImportReport.to_dict`.
+class Importer:
+    """Starts a process for each upload, at most `settings.max_uploads` at once."""
 
-    Raises InvalidProfileError where the file as a whole cannot be read.
-    """
-    options = {**options, "most_rows": settings.max_upload_rows, "nice": settings.job_nice}
-    command = module_command("tilewise.service.importing", str(path), str(os.getpid()), json.dumps(options))
-    process = await asyncio.create_subprocess_exec(
-        *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
-        env={**os.environ, "TILEWISE_HOME": str(settings.home), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    try:
-        out, _ = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    if process.returncode:
-        raise ImportFailedError(f"the process that checks the file ended with code {process.returncode}")
-    answer: dict[str, Any] = json.loads(out)
-    if "refused" in answer:
-        raise InvalidProfileError(answer["refused"])
-    return answer
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._threads = ThreadPoolExecutor(settings.max_uploads, "uploads")
+
+    async def run(self, path: Path, options: dict[str, Any]) -> dict[str, Any]:
+        """What became of an uploaded file's rows, as `ImportReport.to_dict`.
+
+        Raises InvalidProfileError where the file as a whole cannot be read, ImportStoppedError where the service stops
+        before it was.
+        """
+        settings = self._settings
+        options = {**options, "most_rows": settings.max_upload_rows, "nice": settings.job_nice}
+        command = module_command("tilewise.service.importing", str(path), str(os.getpid()), json.dumps(options))
+        env = {**os.environ, "TILEWISE_HOME": str(settings.home), "OMP_NUM_THREADS": "1"}
+        started: list[subprocess.Popen[bytes]] = []
+
+        def work() -> bytes:
+            with subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as process:
+                started.append(process)
+                out, _ = process.communicate()
+            if process.returncode:
+                raise ImportStoppedError(f"the check of the file was cut off ({process.returncode}): send it again")
+            return out
+
+        try:
+            answer: dict[str, Any] = json.loads(await asyncio.get_running_loop().run_in_executor(self._threads, work))
+        except asyncio.CancelledError:  # the service stops, and has waited as long as it does
+            for process in started:
+                process.kill()
+            raise ImportStoppedError("the service stops: send the file again") from None
+        if "refused" in answer:
+            raise InvalidProfileError(answer["refused"])
+        return answer
 
 
 def import_here(path: Path, home: Path, options: dict[str, Any]) -> dict[str, Any]:

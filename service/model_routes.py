@@ -208,8 +208,8 @@ def model_routes(service: Service) -> APIRouter:
 
 def _reload(service: Service, arch: str) -> None:
     """Let this worker answer from the new model at once; the others see it at their next look."""
-    if (selector := service.selectors.by_arch.get(arch)) is not None:
-        selector.reload()
+    if (selector := service.selectors.by_arch.get(arch)) is not None and selector.reload():
+        service.selectors.loads += 1
 
 
 def _answering(selector: Selector) -> Bundle:

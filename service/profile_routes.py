@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field
 from tilewise.errors import InvalidProfileError
 from tilewise.service.catalogue import rows_of, save_answer, saved_answer
 from tilewise.service.files import DIGEST, reconcile, stored_files
-from tilewise.service.importing import import_apart
+from tilewise.service.importing import Importer, ImportStoppedError
 from tilewise.service.parts import IDEMPOTENCY_HEADER, Service, answer_key, caller_of
 from tilewise.service.problems import FieldProblem, StrictRoute
 from tilewise.service.tables import files
@@ -75,7 +75,7 @@ class ProfileList(BaseModel):
 def profile_routes(service: Service) -> APIRouter:
     """The routes."""
     router = APIRouter(prefix="/v1/profiles", route_class=StrictRoute, tags=["profiles"])
-    checking = asyncio.Semaphore(service.settings.max_uploads)
+    importer = Importer(service.settings)
     home, catalogue = service.settings.home, service.catalogue
     body = {
         "required": True,
@@ -104,11 +104,12 @@ def profile_routes(service: Service) -> APIRouter:
             fingerprint = await _to_disk(request.stream(), path)
             if key and (answer := await asyncio.to_thread(_again, service, key, fingerprint)) is not None:
                 return answer
-            async with checking:
-                try:
-                    report = await import_apart(path, service.settings, {})
-                except InvalidProfileError as error:
-                    raise FieldProblem([("body", str(error))]) from error
+            try:
+                report = await importer.run(path, {})
+            except InvalidProfileError as error:
+                raise FieldProblem([("body", str(error))]) from error
+            except ImportStoppedError as error:
+                raise HTTPException(503, str(error), {"Retry-After": "5"}) from error
         for outcome in ("accepted", "duplicates", "rejected"):
             service.metrics.rows.labels(outcome).inc(report[outcome])
         if not report["accepted"]:

@@ -43,6 +43,7 @@ class Selectors:
         self.by_arch = {get_arch(name).name: Selector(get_arch(name), op=OP, home=home, mode="on") for name in names}
         self.default = next(iter(self.by_arch))
         self.shadows: dict[str, Shadow] = {}
+        self.loads = 0  # models that came into force so far
         self._others: OrderedDict[Path, Selector] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -168,7 +169,8 @@ class Watcher:
         """One look. What cannot be loaded is logged, and the last one kept."""
         for name, selector in self._selectors.by_arch.items():
             try:
-                selector.reload()
+                if selector.reload():
+                    self._selectors.loads += 1
             except Exception:
                 _log.exception("the model of %s stays as it is", name)
         try:

@@ -549,3 +549,24 @@ def test_settings_are_read_from_the_environment_and_each_is_documented() -> None
     ):  # fmt: skip
         with pytest.raises(SettingError, match=f"TILEWISE_{name} must be"):
             Settings.from_env({f"TILEWISE_{name}": value})
+
+
+def test_a_question_asked_before_is_answered_from_memory_until_another_model_answers(service: Service) -> None:
+    synthetic.publish_synthetic(service.home, shapes=synthetic.SHAPES[:4], arch=ARCH, seed=0)
+    service.parts.watcher.look()
+    first = service.ask("POST", "/v1/select", json=SHAPE)
+    second = service.ask("POST", "/v1/select", json=SHAPE)
+    assert (second.content, dict(second.headers)) == (first.content, dict(first.headers))
+    other = synthetic.publish_synthetic(service.home, shapes=synthetic.SHAPES[:4], arch=ARCH, seed=1)
+    service.parts.watcher.look()
+    third = service.ask("POST", "/v1/select", json=SHAPE)
+    assert third.json()["model_id"] == third.headers[MODEL_HEADER] == other.model_id != first.json()["model_id"]
+    registry.rollback(OP, ARCH, service.home)
+    service.parts.watcher.look()
+    assert service.ask("POST", "/v1/select", json=SHAPE).content == first.content
+    # What is refused is refused every time, and memory knows nothing of a body under another media type.
+    for _ in range(2):
+        check_problem(service.ask("POST", "/v1/select", json={**SHAPE, "heads": 33}), 422, "heads")
+        text = {"content": json.dumps(SHAPE), "headers": {"Content-Type": "text/plain"}}
+        check_problem(service.ask("POST", "/v1/select", **text), 415)
+    assert 'route="/v1/select",status="200"} 4.0' in service.ask("GET", "/metrics").text
