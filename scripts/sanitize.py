@@ -142,7 +142,7 @@ def main() -> int:
             "seconds": round(time.time() - begun, 1),
         }
         result["tools"][tool] = found
-        clean = bool(summaries) and all(re.search(r"\b0 errors|0 hazards", line) for line in summaries)
+        clean = bool(summaries) and all(re.search(r"\b0 (errors|hazards)", line) for line in summaries)
         bad |= not clean or ended != 0 or launched != found["planned"]
         print(tool, json.dumps(found), flush=True)
         if not clean or ended != 0:
