@@ -122,7 +122,7 @@ def named_set(name: str, arch: Arch) -> list[Target]:
             *grid_72(),
             *large_and_ragged(),
             *m_curve(),
-            *sampled(arch, 190, seed=7, judged=False),
+            *sampled(arch, 130, seed=7, judged=False),
         ]
     elif name == "judging":
         targets = list(sampled(arch, 100, seed=20261129, judged=True))
