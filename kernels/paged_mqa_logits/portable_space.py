@@ -68,10 +68,13 @@ def split_for(shape: Shape, fuse_n: int, tile_kv: int, arch: Arch, per_unit: int
 
 
 def candidates(shape: Shape, arch: Arch) -> list[Config]:
-    """The grid that is measured and chosen from, before `is_valid`."""
-    if _hopper_serves(shape, arch):
-        return _beside_hopper(shape, arch)
-    grid = []
+    """What is measured and chosen from, before `is_valid`."""
+    return _beside_hopper(shape, arch) if _hopper_serves(shape, arch) else grid(shape, arch)
+
+
+def grid(shape: Shape, arch: Arch) -> list[Config]:
+    """Every config that was the best of some launch of this kernel."""
+    found = []
     for fuse_n in fuse_choices(shape.next_n):
         # One token per product inside a fused program was never the best where two fit; see docs/log.md.
         dots = [d for d in (2, 4) if d <= fuse_n and d * shape.heads <= MAX_DOT_COLUMNS] or [1]
@@ -89,10 +92,10 @@ def candidates(shape: Shape, arch: Arch) -> list[Config]:
                 ("kv", 128, 8, 3),
             ):
                 for split_kv in splits[tile_kv]:
-                    grid.append(_config(fuse_n, dot_n, mma_m, tile_kv, split_kv, num_warps, num_stages, arch.vendor))
+                    found.append(_config(fuse_n, dot_n, mma_m, tile_kv, split_kv, num_warps, num_stages, arch.vendor))
             for split_kv in few:
-                grid.append(_config(fuse_n, dot_n, "heads", 64, split_kv, 4, 3, arch.vendor))
-    return grid
+                found.append(_config(fuse_n, dot_n, "heads", 64, split_kv, 4, 3, arch.vendor))
+    return found
 
 
 # Where the Hopper kernel serves a shape, this one wins only short launches and those of one query token.
@@ -107,14 +110,14 @@ def _beside_hopper(shape: Shape, arch: Arch) -> list[Config]:
     # On an H200 these come within 1 % of the best of the whole grid, where they are offered; see docs/log.md.
     if shape.context_tokens > SHORT_TOKENS and shape.next_n > 1:
         return []
-    grid = []
+    found = []
     for fuse_n in dict.fromkeys((shape.next_n, cdiv(shape.next_n, 2), cdiv(shape.next_n, 3), 1)):
         dots = [d for d in (2, 4) if d <= fuse_n and d * shape.heads <= MAX_DOT_COLUMNS] or [1]
         for dot_n in dots:
             for num_stages, per_unit in ((5, 2), (5, 4), (3, 8), (3, 16)):
                 split_kv = split_for(shape, fuse_n, 64, arch, per_unit)
-                grid.append(_config(fuse_n, dot_n, "kv", 64, split_kv, 4, num_stages, arch.vendor))
-    return grid
+                found.append(_config(fuse_n, dot_n, "kv", 64, split_kv, 4, num_stages, arch.vendor))
+    return found
 
 
 def default_config(shape: Shape, arch: Arch) -> Config | None:
