@@ -133,7 +133,7 @@ def _weigh(shape: Shape, arch: Arch, known: Knowledge, use_exact: bool) -> Asses
         partly = _partly_measured([configs[i] in measured for i in usable])
     found.times[usable] = bundle.predict_us(shape, [configs[i] for i in usable])
     outside = bundle.regime.outside(shape)
-    margin, _ = bundle.margin(shape)
+    margin, clause = bundle.margin(shape)
     if margin is not None:
         found = _choose(found, bundle, known, "model", margin)
         if outside:
@@ -143,8 +143,10 @@ def _weigh(shape: Shape, arch: Arch, known: Knowledge, use_exact: bool) -> Asses
         found.reason += partly
         return found
 
-    allowed, why = bundle.regime.transfer_allowed(outside)
-    text = f"beyond what was measured ({', '.join(one.text for one in outside)}), where {why}"
+    allowed, text = False, clause
+    if outside:
+        allowed, why = bundle.regime.transfer_allowed(outside)
+        text = f"beyond what was measured ({', '.join(one.text for one in outside)}), where {why}"
     near = bundle.exact.nearest(shape, 1, same_pages=True) if allowed else []
     found.time_source = "model"
     if not near:

@@ -91,6 +91,16 @@ def test_an_unseen_shape_inside_gets_the_models_pick(chooser: Selector) -> None:
     assert chooser.counters == {}
 
 
+def test_a_next_n_between_measured_ones_gets_no_claim_that_was_not_tried(chooser: Selector) -> None:
+    shape = Shape(12, 5, 64, 128, 64, 20000)  # of next_n, 1, 2 and 6 were measured
+    decision = chooser.select(shape)
+    assert (decision.source, decision.regime) == ("default", "extrapolated")
+    assert decision.config == default_config(shape, trained.ARCH)
+    assert "next_n" in decision.reason
+    assert "()" not in decision.reason
+    assert chooser.counters == {"extrapolated": 1}
+
+
 def test_without_the_exact_rung_a_measured_shape_is_predicted(folder: Path) -> None:
     assert Selector("h200", bundle_dir=folder, use_exact=False).select(KNOWN).source == "model"
 
