@@ -23,13 +23,14 @@ from tilewise.service.asking import model_header
 from tilewise.service.catalogue import rows_of
 from tilewise.service.compare import CompareAnswer
 from tilewise.service.files import DIGEST, reconcile, stored_models
-from tilewise.service.messages import CompareRequest
+from tilewise.service.messages import CompareRequest, unserved
 from tilewise.service.models import events_of, record_event
 from tilewise.service.parts import Service, caller_of
 from tilewise.service.problems import FieldProblem, StrictRoute
-from tilewise.service.shape_routes import counted_shapes, seen_shapes
+from tilewise.service.shape_routes import counted_shapes
 from tilewise.service.tables import models
 from tilewise.service.times import shown
+from tilewise.service.traffic import traffic_of
 
 Arch = Annotated[str | None, Query(max_length=64, description="GPU; the service's first when left out")]
 IfNoneMatch = Annotated[str | None, Header()]
@@ -179,9 +180,9 @@ def model_routes(service: Service) -> APIRouter:
         def answer() -> dict[str, Any]:
             new = _selector(service, digest, None)
             old = _selector(service, against, new.arch.name)
-            live = seen_shapes(service, new.op, new.arch.name, limit)
-            rows = [{**one["shape"], "count": one["count"]} for one in live]
-            counts = {one.shape: one.count for one in counted_shapes(rows, new)}
+            with service.catalogue.read() as connection:
+                live = traffic_of(connection, new.op, new.arch.name, limit)
+            counts = {one.shape: one.count for one in live if not unserved(one.shape, new.arch)}
             if new.bundle is not None:
                 for at in range(len(new.bundle.exact)):
                     counts.setdefault(new.bundle.exact.shape(at), 1.0)

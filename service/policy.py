@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tilewise.data.traffic import Traffic
 from tilewise.models import latency
 from tilewise.models.bundle import Bundle
-from tilewise.models.gate import gate as gate
+from tilewise.models.gate import Gate, gate
 from tilewise.models.measurements import measurements
+
+__all__ = ["Gate", "Verdict", "gate", "judge_shadow", "train", "with_figures"]
 
 Progress = Callable[[str, int, int], None]  # what, done, of how many
 
@@ -28,13 +31,13 @@ class Verdict:
         return dataclasses.asdict(self)
 
 
-def train(columns: Any, *, op: str, arch: str, seed: int, progress: Progress) -> Bundle:
-    """A candidate without figures."""
-    return latency.train(columns, op=op, arch=arch, seed=seed, folds=0, progress=progress)
+def train(columns: Any, *, op: str, arch: str, seed: int, traffic: Sequence[Traffic], progress: Progress) -> Bundle:
+    """A candidate without figures. Shapes count by the traffic, where any is known."""
+    return latency.train(columns, op=op, arch=arch, seed=seed, folds=0, traffic=traffic or None, progress=progress)
 
 
 def with_figures(candidate: Bundle, columns: Any, *, seed: int, folds: int, progress: Progress) -> Bundle:
-    """The candidate with its held-out figures, the same bundle as training with that many folds gives."""
+    """The candidate with its held-out figures and the gain that its picks are asked for."""
     measured = measurements(columns, op=candidate.op, arch=candidate.arch.name)
     return latency.judged(candidate, measured, seed=seed, folds=folds, progress=progress)
 
@@ -42,8 +45,8 @@ def with_figures(candidate: Bundle, columns: Any, *, seed: int, folds: int, prog
 def judge_shadow(picks: list[dict[str, Any]], noise_margin: float) -> Verdict:
     """Whether the candidate's picks on live requests speak against it.
 
-    `picks` has one entry a shape: how many requests asked for it, and the two decisions. A pick is slower where both
-    times are measured or predicted by the same model, the candidate, which has seen all rows.
+    `picks` has one entry a shape: how many requests asked for it, and the two decisions. Both picks' times are taken
+    as the candidate has them: it has seen all rows.
     """
     requests = sum(one["requests"] for one in picks)
     changed = [one for one in picks if one["current"]["config"] != one["candidate"]["config"]]
@@ -60,9 +63,8 @@ def judge_shadow(picks: list[dict[str, Any]], noise_margin: float) -> Verdict:
         ),
     }
     if failed:
-        return Verdict(
-            False, f"the candidate failed on {len(failed)} shapes: {failed[0]['candidate']['error']}", figures
-        )
+        why = f"the candidate failed on {len(failed)} shapes: {failed[0]['candidate']['error']}"
+        return Verdict(False, why, figures)
     ratio = figures["expected_time_ratio"]
     if ratio is not None and ratio > 1.0 + noise_margin:
         return Verdict(False, f"its picks take {ratio:.4f} of the time of the present ones on this traffic", figures)

@@ -27,6 +27,7 @@ from tilewise.service.logs import log_config
 from tilewise.service.models import record_event, store_model
 from tilewise.service.processes import be_nice, die_with_parent
 from tilewise.service.settings import Settings
+from tilewise.service.traffic import traffic_of
 
 PROGRESS_S = 0.5
 SHADOW_LOOK_S = 0.5
@@ -95,9 +96,12 @@ class Work:
         self._report(f"{self.result['profile']['rows']} rows of {self.op} on {self.arch}")
 
     def _train(self) -> None:
+        with self.catalogue.read() as connection:
+            traffic = traffic_of(connection, self.op, self.arch)
         bundle = policy.train(
-            self._rows(), op=self.op, arch=self.arch, seed=self.parameters["seed"], progress=self._progress
-        )
+            self._rows(), op=self.op, arch=self.arch, seed=self.parameters["seed"], traffic=traffic,
+            progress=self._progress,
+        )  # fmt: skip
         bundle.save(self.folder / "fitted")
         self._report(
             f"fitted to {bundle.manifest['data']['timings']} timings of {bundle.manifest['data']['shapes']} shapes"
