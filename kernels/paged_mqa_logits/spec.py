@@ -200,7 +200,7 @@ def is_valid(shape: Shape, config: Config, arch: Arch) -> str | None:
 # each the one object that stands for its equals, and None for the others. `is_valid` reads no other field of a shape,
 # but for its limit on programs.
 Verdicts = dict[tuple[Any, ...], dict[Config, Config | None]]
-MOST_VERDICTS = (64, 8192)  # kinds of shape, and configs of each
+MOST_VERDICTS = (32, 2048)  # kinds of shape, and configs of each: some 20 MB at most
 
 
 def candidates(shape: Shape, arch: Arch, verdicts: Verdicts | None = None) -> list[Config]:
