@@ -49,6 +49,8 @@ class Step:
         """Name of the step's file: the same step of the same kernels, and only that, has it."""
         hashes = sorted(kernel_source_hash(kernel) for kernel in _kernels())
         text = f"{self.target.shape}/{self.target.contexts}/{self.pass_index}/{hashes}"
+        if self.target.configs is not None:
+            text += f"/{self.target.configs}"
         return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
@@ -116,7 +118,7 @@ def _steps(targets: Sequence[Target]) -> list[Step]:
 
 
 def _candidates(step: Step, arch: Arch, args: argparse.Namespace) -> list[Config]:
-    every = candidates(step.target.shape, arch)
+    every = candidates(step.target.shape, arch) if step.target.configs is None else list(step.target.configs)
     if args.budget is None or step.target.judged or len(every) <= args.budget:
         return every
     drawn = random.Random(f"{args.seed}/{step.target.shape}").sample(every[1:], args.budget - 1)

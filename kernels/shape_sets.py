@@ -12,7 +12,7 @@ from typing import Any
 
 from tilewise.errors import InvalidProfileError, InvalidShapeError
 from tilewise.kernels.arch import Arch
-from tilewise.kernels.paged_mqa_logits.spec import MAX_CONTEXT_LEN, Shape, floor_us
+from tilewise.kernels.paged_mqa_logits.spec import MAX_CONTEXT_LEN, Config, Shape, floor_us
 
 # How the contexts of a batch are drawn around the longest one, `top`.
 DISTRIBUTIONS = ("uniform", "within_half", "log_uniform", "half_empty")
@@ -29,6 +29,7 @@ class Target:
     context_lens: tuple[int, ...]
     contexts: str  # name of the distribution
     judged: bool = False
+    configs: tuple[Config, ...] | None = None  # to time; None: every candidate
 
 
 def draw_contexts(distribution: str, batch_size: int, top: int, seed: int) -> tuple[int, ...]:
@@ -143,7 +144,9 @@ def named_set(name: str, arch: Arch) -> list[Target]:
 def read_targets(path: Path) -> list[Target]:
     """Targets from JSON lines: the fields of Shape, and `contexts` with the name of a distribution if not uniform.
 
-    Raises InvalidProfileError with the line number for a line that is not such an object.
+    A line may also have the lengths that were drawn (`context_lens`) and the `configs` to time, as `tilewise suggest`
+    writes it; `expected_loss` and `reasons` are for the reader. Raises InvalidProfileError with the line number for a
+    line that is not such an object.
     """
     found = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
@@ -153,11 +156,22 @@ def read_targets(path: Path) -> list[Target]:
             values: dict[str, Any] = json.loads(line)
             contexts = values.pop("contexts", "uniform")
             judged = values.pop("judged", False)
+            given = values.pop("context_lens", None)
+            configs = values.pop("configs", None)
+            for name in ("expected_loss", "reasons"):
+                values.pop(name, None)
+            chosen = None if configs is None else tuple(Config.from_dict(config) for config in configs)
             shape = Shape(**values)
             lens = draw_contexts(contexts, shape.batch_size, min(shape.max_context_len, MAX_CONTEXT_LEN), 0)
+            if given is not None:
+                if len(given) != shape.batch_size or not all(
+                    type(n) is int and 0 <= n <= MAX_CONTEXT_LEN for n in given
+                ):
+                    raise ValueError(f"context_lens must be {shape.batch_size} lengths, got {str(given)[:80]}")
+                lens = tuple(given)
         except (ValueError, TypeError, AttributeError) as error:
             raise InvalidProfileError(f"{path}, line {number}: {error}") from error
         mean = sum(lens) // max(1, len(lens))
         real = Shape(**{**values, "max_context_len": max(lens, default=0), "mean_context_len": mean})
-        found.append(Target(real, lens, contexts, bool(judged)))
+        found.append(Target(real, lens, contexts, bool(judged), chosen))
     return found

@@ -146,11 +146,13 @@ def evaluate_measurements(
     noise = noise_margin(measured)
     by_seed: list[dict[str, Any]] = []
     inside: list[Trial] = []
+    by_shape: list[dict[str, Any]] = []
     for number in range(seed, seed + seeds):
         bench = Bench(first, arch, data, judged, noise, number, jobs, progress)
-        found, tried = _folds(bench, folds, f"evaluate, seed {number}" if seeds > 1 else "evaluate")
+        found, tried, picks = _folds(bench, folds, f"evaluate, seed {number}" if seeds > 1 else "evaluate")
         by_seed.append(found)
-        inside = inside or tried
+        if number == seed:
+            inside, by_shape = tried, _by_shape(judged, picks)
     result: dict[str, Any] = {
         "op": measured.op,
         "arch": measured.arch,
@@ -169,7 +171,31 @@ def evaluate_measurements(
     bench = Bench(first, arch, data, judged, noise, seed, jobs, progress)
     for field in leave_out:
         result[f"leave_one_{NAMES.get(field, field)}_out"] = _leave_one_out(bench, field, inside)
+    # Of the first seed: what was picked for each judged shape, and each trial's predicted and real gain.
+    result["by_shape"] = by_shape
+    result["trials"] = [[round(float(np.expm1(gain)), 6) for gain in (one.predicted, one.real)] for one in inside]
     return result, inside
+
+
+def _by_shape(judged: Sequence[Judged], picks: Mapping[int, Pick]) -> list[dict[str, Any]]:
+    found = []
+    for one in judged:
+        pick_ = picks[one.shape_id]
+        at = pick_.chosen
+        time = None if at is None or np.isnan(one.second_us[at]) else float(one.second_us[at])
+        default = one.second_us[one.default]
+        found.append(
+            {
+                "shape": one.shape.to_dict(),
+                "config": None if at is None else one.configs[at].to_dict(),
+                "predicted_us": pick_.predicted_us if pick_.predicted_us == pick_.predicted_us else None,
+                "measured_us": time,
+                "best_us": one.reference_us,
+                "default_us": None if np.isnan(default) else float(default),
+                "abstained": pick_.abstained,
+            }
+        )
+    return found
 
 
 def over_seeds(by_seed: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -194,7 +220,7 @@ def pick(bench: Bench, one: Judged, predicted: Prediction, margin: float | None,
     return Pick(chosen, alone, abstained, predicted.best_us * float(ratio[chosen]), outside)
 
 
-def _folds(bench: Bench, folds: int, what: str) -> tuple[dict[str, Any], list[Trial]]:
+def _folds(bench: Bench, folds: int, what: str) -> tuple[dict[str, Any], list[Trial], dict[int, Pick]]:
     """Every shape held out once. The gain asked of a fold's picks comes from the other folds' shapes."""
     measured = bench.measured
     splits = fold_splits(measured.shapes, folds, bench.seed)
@@ -212,7 +238,7 @@ def _folds(bench: Bench, folds: int, what: str) -> tuple[dict[str, Any], list[Tr
         for one in bench.judged:
             if one.shape_id in held:
                 picks[one.shape_id] = pick(bench, one, predicted[one.shape_id], margin, False)
-    return _figures(bench, picks), tried
+    return _figures(bench, picks), tried, picks
 
 
 def _inside_margin(bench: Bench, tried: Sequence[Trial], held: set[int]) -> float:

@@ -29,6 +29,8 @@ from tilewise.models.regime import GROUP, RANGES, Regime, range_value
 from tilewise.models.transfer import transfer
 from tilewise.models.weights import traffic_weights
 
+LONG = ("by_seed", "by_shape", "trials")  # of an evaluation, what the bundle does not keep
+
 
 def train(
     columns: Mapping[str, Sequence[Any]],
@@ -109,7 +111,7 @@ def judged(
         metrics, inside = evaluate_measurements(
             measured, bundle.arch, seed=seed, folds=folds, jobs=jobs, progress=progress
         )
-        metrics = _rounded(metrics)
+        metrics = _rounded({name: value for name, value in metrics.items() if name not in LONG})
     except InvalidProfileError as error:  # too little was timed twice to judge: that is said, not hidden
         metrics = {"none": str(error)}
     guard = _guard(measured, bundle.arch, inside, seed, folds, jobs, progress)

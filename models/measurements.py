@@ -14,6 +14,7 @@ import numpy.typing as npt
 from tilewise.errors import InvalidProfileError, UnsupportedError
 from tilewise.kernels.paged_mqa_logits.spec import CONFIG_FIELDS, SHAPE_FIELDS, Config, Shape
 from tilewise.kernels.registry import kernel_source_hash
+from tilewise.models.merging import contradicted, of_another_compiler
 
 FIRST, SECOND = 0, 1  # pass_index; later passes are duels of a few configs
 TOOLCHAIN = ("triton_version", "torch_version", "runtime", "driver")  # columns: what else the timings depend on
@@ -61,9 +62,9 @@ class Measurements:
 def measurements(columns: Mapping[str, Sequence[Any]], *, op: str, arch: str) -> Measurements:
     """Cells from the columns of a profile (data/records.py).
 
-    Rows of another op or arch, of an unknown kernel, of a stale kernel source, or not timed cold in a graph are left
-    out and counted. Where no row has the installed source of a kernel, the source with the most rows stands in: the
-    selector will call that bundle stale, by name.
+    Rows of another op or arch, of an unknown kernel, of a stale kernel source, not timed cold in a graph, or overruled
+    by others of the same launch (merging.py) are left out and counted. Where no row has the installed source of a
+    kernel, the source with the most rows stands in: the selector will call that bundle stale, by name.
     Raises InvalidProfileError where no usable row is left.
     """
     total = len(columns["op"])
@@ -95,6 +96,18 @@ def measurements(columns: Mapping[str, Sequence[Any]], *, op: str, arch: str) ->
         raise InvalidProfileError(
             f"no usable timing of {op} on {arch} among {total} rows; left out: {dict(dropped) or 'nothing'}"
         )
+    at = np.flatnonzero(keep)
+    cell = _cell_of(columns, at)
+    other = of_another_compiler(columns, at, cell)
+    times = np.array([columns["latency_us"][i] for i in at.tolist()], dtype=np.float64)
+    times[~timed[at] | other] = np.nan
+    for reason, bad in (
+        ("of another compiler than later rows of the launch", other),
+        ("contradicted by a later run", contradicted(columns, at, cell, times)),
+    ):
+        if bad.any():
+            dropped[reason] += int(bad.sum())
+            keep[at[bad]] = False
     at = np.flatnonzero(keep)
     toolchain = {name: sorted({str(columns[name][i] or "unknown") for i in at.tolist()}) for name in TOOLCHAIN}
     shapes, shape_id = _unique(columns, SHAPE_FIELDS, at, Shape)
@@ -132,6 +145,13 @@ def measurements(columns: Mapping[str, Sequence[Any]], *, op: str, arch: str) ->
         dict(dropped),
         toolchain,
     )
+
+
+def _cell_of(columns: Mapping[str, Sequence[Any]], at: Ints) -> Ints:
+    """[rows] a number for each launch, the same for rows of the same shape and config."""
+    found: dict[tuple[Any, ...], int] = {}
+    picked = [np.asarray(columns[name])[at].tolist() for name in (*SHAPE_FIELDS, *CONFIG_FIELDS)]
+    return np.fromiter((found.setdefault(row, len(found)) for row in zip(*picked, strict=True)), np.int64, len(at))
 
 
 def _aligned(log: Floats, first: Floats, shape_id: Ints, pass_index: Ints) -> Floats:

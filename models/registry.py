@@ -103,16 +103,29 @@ def publish(bundle: Bundle, home: Home = None) -> Path:
     Raises InvalidBundleError, and leaves in force what was, if it fails its own check before or after it was stored.
     """
     op, arch = bundle.op, bundle.arch.name
-    verify(bundle)
     folder = _folder(op, arch, home)
-    target = folder / "versions" / bundle.digest
     with _lock(folder):
-        try:
-            load_version(target, op, arch)
-        except InvalidBundleError:
-            bundle.save(target)
-            load_version(target, op, arch)
+        target = _store(bundle, folder)
         _point(folder, [bundle.digest, *history(op, arch, home)])
+    return target
+
+
+def store(bundle: Bundle, home: Home = None) -> Path:
+    """Store a bundle as a version that can be promoted; what is in force stays so. Raises as `publish` does."""
+    folder = _folder(bundle.op, bundle.arch.name, home)
+    with _lock(folder):
+        return _store(bundle, folder)
+
+
+def _store(bundle: Bundle, folder: Path) -> Path:
+    verify(bundle)
+    op, arch = bundle.op, bundle.arch.name
+    target = folder / "versions" / bundle.digest
+    try:
+        load_version(target, op, arch)
+    except InvalidBundleError:
+        bundle.save(target)
+        load_version(target, op, arch)
     return target
 
 

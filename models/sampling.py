@@ -146,20 +146,19 @@ def _of_shape(
     pick = int(mean.argmin())
     value = float(np.expm1(ratio[:, pick].mean()))  # what the members think that their joint pick loses
     default = default_config(shape, arch)
+    fresh = [at for at, config in enumerate(configs) if config not in tried]
     wanted: dict[int, str] = {}
-    for at in (configs.index(default),) if default in configs else ():
-        wanted[at] = "default"
-    for at in ratio.argmin(axis=1).tolist():
-        wanted.setdefault(at, "disagreement")
-    for at in np.argsort(mean, kind="stable").tolist():
-        if len(wanted) >= CONFIGS_PER_SHAPE - DRAWN:
-            break
-        wanted.setdefault(at, "ranked")
-    for at in rng.permutation(len(configs)).tolist():
-        if len(wanted) >= CONFIGS_PER_SHAPE:
-            break
-        wanted.setdefault(at, "drawn")
-    return [Launch(shape, configs[at], why, value) for at, why in wanted.items() if configs[at] not in tried]
+
+    def want(reason: str, order: Sequence[int], most: int) -> None:
+        for at in order:
+            if len(wanted) < most and configs[at] not in tried:
+                wanted.setdefault(at, reason)
+
+    want("default", [configs.index(default)] if default in configs else [], CONFIGS_PER_SHAPE)
+    want("disagreement", ratio.argmin(axis=1).tolist(), CONFIGS_PER_SHAPE)
+    want("ranked", np.argsort(mean, kind="stable").tolist(), CONFIGS_PER_SHAPE - DRAWN)
+    want("drawn", [fresh[at] for at in rng.permutation(len(fresh)).tolist()], CONFIGS_PER_SHAPE)
+    return [Launch(shape, configs[at], why, value) for at, why in wanted.items()]
 
 
 def with_cells(measured: Measurements, keep: npt.NDArray[np.bool_]) -> Measurements:
