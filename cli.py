@@ -29,6 +29,7 @@ LAZY = {
     "compare": ("tilewise.dispatch.command_compare", "list the shapes whose pick another model changes"),
     "dump": ("tilewise.dispatch.command_dump", "decide for a whole grid of shapes, and print the digest of that"),
     "capture-plan": ("tilewise.dispatch.command_capture_plan", "say what to compile and load before graph capture"),
+    "export": ("tilewise.cli_export", "write the timings as profile rows, T4 results or aiter's tuned table"),
     "retrain": ("tilewise.cli_retrain", "import, train, judge, and put the model in force if it is no worse"),
     "report": ("tilewise.cli_report", "write one HTML page about the model in force"),
     "suggest": ("tilewise.cli_suggest", "name the launches that are worth timing next"),
@@ -243,7 +244,20 @@ def add_train(parser: argparse.ArgumentParser) -> None:
 
 
 def add_import(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="Parquet, JSON lines or CSV, by content")
+    parser.add_argument(
+        "files",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="Parquet, JSON lines, CSV, Kernel Tuner's T4 results or aiter's tuned table, by content",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="COLUMN=VALUE",
+        help="a column that a T4 file or a tuned table lacks, such as arch=h200; repeatable",
+    )
     _home(parser)
     _json(parser)
 

@@ -205,11 +205,13 @@ def _already(report: ImportReport) -> str:
 
 
 def run_import(args: argparse.Namespace) -> int:
+    from tilewise.data.exchange import parse_defaults
     from tilewise.data.store import import_file
 
+    defaults = parse_defaults(args.set)
     reports = {}
     for path in args.files:
-        report = import_file(path, args.home, on_reject=functools.partial(_note_row, path))
+        report = import_file(path, args.home, defaults=defaults, on_reject=functools.partial(_note_row, path))
         reports[str(path)] = report
         if not args.json:
             counts = f"{report.accepted} rows accepted, {report.duplicates} repeated, {report.rejected} rejected"

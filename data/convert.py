@@ -9,10 +9,11 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from tilewise.data import exchange
 from tilewise.data.records import COLUMNS, MAX_TEXT, shorten
 from tilewise.errors import InvalidProfileError, UnsupportedError
 
@@ -30,11 +31,12 @@ _FLOAT = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?|[-+]?(na
 Item = tuple[int, "dict[str, Any] | str"]  # row number from 1, and the row or why it cannot be read
 
 
-def read_rows(path: Path) -> Iterator[Item]:
+def read_rows(path: Path, defaults: Mapping[str, Any] | None = None) -> Iterator[Item]:
     """Every row of a profile file with its number: of the line in JSON lines, else of the record after the header.
 
-    Raises InvalidProfileError where the file as a whole cannot be read: not one of the three formats, damaged, or with
-    other columns than the schema's.
+    Kernel Tuner's T4 results and aiter's tuned tables are read, too (exchange.py); `defaults` are columns that such a
+    file lacks. Raises InvalidProfileError where the file as a whole cannot be read: not one of the formats, damaged, or
+    with other columns than the schema's.
     """
     try:
         with path.open("rb") as file:
@@ -50,7 +52,10 @@ def read_rows(path: Path) -> Iterator[Item]:
         raise InvalidProfileError(f"{path} must be JSON lines, one object a line, got a JSON array")
     if b"\0" in head:
         raise InvalidProfileError(f"{path} must be Parquet, JSON lines or CSV, got binary data of another kind")
-    return _json_lines(path) if start.startswith(b"{") else _csv(path)
+    if start.startswith(b"{"):
+        return exchange.read_t4(path, defaults or {}) if exchange.is_t4(head) else _json_lines(path)
+    header = start.split(b"\n", 1)[0].decode("utf-8", "replace").strip().split(",")
+    return exchange.read_aiter(path, defaults or {}) if exchange.is_aiter(header) else _csv(path)
 
 
 def require_pyarrow() -> tuple[Any, Any]:

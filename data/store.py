@@ -123,9 +123,12 @@ def import_file(
     path: str | os.PathLike[str],
     home: str | os.PathLike[str] | None = None,
     *,
+    defaults: Mapping[str, Any] | None = None,
     on_reject: Callable[[int, str], None] | None = None,
 ) -> ImportReport:
     """Check every row of a Parquet, JSON lines or CSV file and add the good ones to the imported profiles.
+
+    T4 results and aiter's tuned tables are taken, too; `defaults` are columns that those lack.
 
     `on_reject` is called with the number and the reason of each bad row as it is met. Importing the same rows again
     changes nothing. Raises InvalidProfileError, and adds nothing, where the file as a whole cannot be read or has no
@@ -138,7 +141,7 @@ def import_file(
     reasons: list[tuple[int, str]] = []
     with contextlib.ExitStack() as stack:
         incoming: dict[tuple[str, str], IncomingFile] = {}
-        for number, row in read_rows(path):
+        for number, row in read_rows(path, defaults):
             reason = row if isinstance(row, str) else check_row(row)
             if reason is None and not isinstance(row, str):
                 key = (row["op"], row["arch"])

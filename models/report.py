@@ -147,7 +147,7 @@ def _regions(by_shape: Sequence[Mapping[str, Any]]) -> str:
         return f"{low} and more" if high is None else f"{low} to {high - 1}"
 
     def order(label: str) -> int:
-        return int(label.split()[0])
+        return int(label.split()[0].strip(","))
 
     groups: dict[str, Callable[[Mapping[str, Any]], str]] = {
         "heads": lambda shape: str(shape["heads"]),
