@@ -18,6 +18,7 @@ from tilewise.service.catalogue import CatalogueError
 from tilewise.service.job_routes import job_routes, jobs_by_state
 from tilewise.service.metrics import Count
 from tilewise.service.model_routes import model_routes
+from tilewise.service.page import page_routes
 from tilewise.service.parts import Service
 from tilewise.service.problems import ERRORS, Problem, add_problems
 from tilewise.service.profile_routes import profile_routes
@@ -77,6 +78,7 @@ def create_app(
     app.include_router(shape_routes(service))
     app.include_router(job_routes(service))
     app.include_router(model_routes(service))
+    app.include_router(page_routes(service))
     _add_state(app, service)
     return app
 
