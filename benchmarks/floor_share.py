@@ -25,10 +25,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", default="h200")
     args = parser.parse_args()
-    print(table(load(args.arch), args.arch))
+    print(table(load(args.arch), args.arch, "the best kernel"))
 
 
-def table(rows: list[Row], arch_name: str) -> str:
+def table(rows: list[Row], arch_name: str, what: str) -> str:
     """Markdown by heads and next_n."""
     arch = get_arch(arch_name)
     best: dict[Shape, float] = {}
@@ -36,7 +36,7 @@ def table(rows: list[Row], arch_name: str) -> str:
         if row.contexts == "uniform" and floor_us(row.shape, arch) >= LEAST_FLOOR_US:
             best[row.shape] = min(row.latency_us, best.get(row.shape, math.inf))
     lines = [
-        f"Measured on {arch_name}, portable kernel, uniform shapes with a floor of at least {LEAST_FLOOR_US:.0f} us; "
+        f"Measured on {arch_name}, {what}, uniform shapes with a floor of at least {LEAST_FLOOR_US:.0f} us; "
         f"ceilings {arch.bandwidth_tbps} TB/s and {arch.fp8_tflops:.0f} TFLOP/s.",
         "",
         "| heads | next_n | shapes | share of floor, geomean | lowest | bandwidth share, best | fp8 share, best |",

@@ -16,7 +16,7 @@ import math
 from collections import defaultdict
 from pathlib import Path
 
-from measured_rows import FIRST_PASS, Row, load
+from measured_rows import FIRST_PASS, Row, load_plain_triton
 
 
 def main() -> None:
@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--arch", default="h200")
     parser.add_argument("--markdown", type=Path, help="write the tables here, too")
     args = parser.parse_args()
-    rows = [row for row in load(args.arch) if row.pass_index == FIRST_PASS and row.contexts == "uniform"]
+    rows = [row for row in load_plain_triton(args.arch) if row.pass_index == FIRST_PASS and row.contexts == "uniform"]
     text = summary(rows, args.arch) + "\n\n" + detail(rows)
     print(text)
     if args.markdown:

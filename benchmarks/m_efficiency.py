@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from measured_rows import FIRST_PASS, Row, load
+from measured_rows import FIRST_PASS, Row, load_plain_triton
 
 HEADS = (32, 64, 128)
 
@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("--arch", default="h200")
     parser.add_argument("--markdown", type=Path, help="write the table here, too")
     args = parser.parse_args()
-    text = table(load(args.arch), args.arch)
+    text = table(load_plain_triton(args.arch), args.arch)
     print(text)
     if args.markdown:
         args.markdown.write_text(text + "\n", encoding="utf-8")

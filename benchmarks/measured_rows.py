@@ -1,15 +1,23 @@
-"""Measured rows of the shipped profile, as the benchmarks beside this file read them."""
+"""Measured rows as the benchmarks beside this file read them: of the shipped profile, and of plain Triton's whole grid.
+
+The profile times what is on offer. On Hopper that is little of the portable kernel, so what its whole grid measured
+there, before the Hopper kernel, is kept in results/plain_triton_h200.parquet.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tilewise.data.records import config_of, shape_of
 from tilewise.data.store import load_profile
+from tilewise.data.table import read_table
 from tilewise.kernels.paged_mqa_logits.spec import Config, Shape, flops
 
 FIRST_PASS = 0
+PLAIN_TRITON = Path(__file__).parent / "results" / "plain_triton_h200.parquet"
 
 
 @dataclass(frozen=True)
@@ -39,7 +47,15 @@ class Row:
 
 def load(arch: str, op: str = "paged_mqa_logits") -> list[Row]:
     """Correct rows of the shipped and imported profile of `arch`."""
-    columns = load_profile(op, arch).columns
+    return _rows(load_profile(op, arch).columns)
+
+
+def load_plain_triton(arch: str) -> list[Row]:
+    """Correct rows of the portable kernel's whole grid, where it was measured apart from the profile, else of that."""
+    return _rows(read_table(PLAIN_TRITON).to_pydict()) if arch == "h200" else load(arch)
+
+
+def _rows(columns: Mapping[str, Sequence[Any]]) -> list[Row]:
     names = list(columns)
     rows = []
     for values in zip(*(columns[name] for name in names), strict=True):

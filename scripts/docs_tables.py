@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
-PAGES = ("docs/measured-h200.md", "README.md")
+PAGES = ("docs/measured-h200.md", "docs/deep_gemm.md", "README.md")
 MARK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -31,10 +31,10 @@ def tables() -> dict[str, Callable[[], str]]:
     import peers_rows
     import peers_summary
     import portable_vs_prototype
-    from measured_rows import FIRST_PASS, load
+    from measured_rows import FIRST_PASS, load, load_plain_triton
 
-    rows = load("h200")
-    uniform = [row for row in rows if row.pass_index == FIRST_PASS and row.contexts == "uniform"]
+    rows, plain = load("h200"), load_plain_triton("h200")
+    uniform = [row for row in plain if row.pass_index == FIRST_PASS and row.contexts == "uniform"]
 
     def prototype() -> str:
         with contextlib.redirect_stdout(io.StringIO()) as text:
@@ -55,10 +55,11 @@ def tables() -> dict[str, Callable[[], str]]:
 
     return {
         "evaluation": evaluation,
-        "m-efficiency": lambda: m_efficiency.table(rows, "h200"),
+        "m-efficiency": lambda: m_efficiency.table(plain, "h200"),
         "fused-summary": lambda: fused_vs_per_next_n.summary(uniform, "h200"),
         "fused-detail": lambda: fused_vs_per_next_n.detail(uniform),
-        "floor-share": lambda: floor_share.table(rows, "h200"),
+        "floor-share": lambda: floor_share.table(rows, "h200", "the best kernel"),
+        "floor-share-plain": lambda: floor_share.table(plain, "h200", "portable kernel"),
         "portable-vs-prototype": prototype,
         "peers": lambda: peers_summary.overview(peers_rows.read(peers_rows.ROWS), "ours"),
         "peers-select": lambda: peers_summary.overview(peers_rows.read(peers_rows.ROWS), "select"),

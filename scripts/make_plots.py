@@ -22,11 +22,11 @@ COLOURS = {16: "#8c6bb1", 32: "#1f77b4", 64: "#e6550d", 128: "#31a354"}
 def main() -> None:
     import fused_vs_per_next_n
     import m_efficiency
-    from measured_rows import FIRST_PASS, load
+    from measured_rows import FIRST_PASS, load_plain_triton
 
     # The same bytes from the same rows: no date, and ids that do not depend on the run.
     plt.rcParams.update({"svg.hashsalt": "tilewise", "font.size": 9})
-    rows = load("h200")
+    rows = load_plain_triton("h200")
     uniform = [row for row in rows if row.pass_index == FIRST_PASS and row.contexts == "uniform"]
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8))
     for mma_m, style in (("heads", "--"), ("kv", "-")):
