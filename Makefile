@@ -5,7 +5,7 @@ TRITON ?= triton==3.8.0
 TEST_PYTHON = .venv-test/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check format gpu-test env test-env clean
+.PHONY: help run test check format gpu-test soak load env test-env clean
 
 help:
 	@echo 'make run       train on the shipped profile, print a decision, start the service (Ctrl-C ends it; RUN_ONCE=1 ends by itself)'
@@ -18,6 +18,8 @@ help:
 	@echo 'make check     ruff, mypy --strict, and whether the committed GPU results are of these kernels'
 	@echo 'make format    let ruff format and fix the code'
 	@echo 'make gpu-test  the tests that need a GPU, with the torch, Triton and pytest of $(PYTHON) (works offline); OUT=FOLDER'
+	@echo 'make soak      kill the service over and over, and feed it made-up files and requests; ARGS="--kills 10 --inputs 2000"'
+	@echo 'make load      latency of the service while it retrains and takes an upload; fails where a target is missed'
 	@echo 'make clean     remove the environments and caches'
 	@echo 'PYTHON=...     another Python, 3.10 or newer (now: $(PYTHON))'
 
@@ -25,7 +27,7 @@ env:
 	@$(PYTHON) scripts/setup_env.py .venv -e '.[train,server]'
 
 test-env:
-	@$(PYTHON) scripts/setup_env.py .venv-test -e '.[train,server,collect,plot,test,check]' $(foreach r,$(TORCH) $(TRITON),'$(r)')
+	@$(PYTHON) scripts/setup_env.py .venv-test -e '.[train,server,postgresql,collect,plot,test,check]' $(foreach r,$(TORCH) $(TRITON),'$(r)')
 
 run: env
 	@.venv/bin/python scripts/run.py
@@ -47,6 +49,12 @@ format: test-env
 
 gpu-test:
 	$(PYTHON) scripts/gpu_test.py $(if $(OUT),--out '$(OUT)')
+
+soak: test-env
+	@$(TEST_PYTHON) scripts/soak.py $(ARGS)
+
+load: test-env
+	@$(TEST_PYTHON) benchmarks/load.py $(ARGS)
 
 clean:
 	rm -rf .venv .venv-test build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

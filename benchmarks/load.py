@@ -200,7 +200,7 @@ def profile(path: Path) -> None:
         number = 0
         while out.tell() < UPLOAD_BYTES:
             for row in rows:
-                clean = {name: None if value != value else value for name, value in row.items()}
+                clean: dict[str, Any] = {name: None if value != value else value for name, value in row.items()}
                 for name in ("clock_before_mhz", "clock_after_mhz"):
                     clean[name] = None if clean[name] is None else int(clean[name])
                 out.write(json.dumps({**clean, "run_id": f"load-{number}"}) + "\n")
@@ -303,7 +303,7 @@ def judge(found: dict[str, Any]) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--seconds", type=float, default=60.0, help="of steady load (default: 60)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args()

@@ -106,8 +106,8 @@ class CountedShape(ShapeFields):
 
     count: float = Field(1.0, gt=0, le=MAX_COUNT, description="launches since the last time")
     context: dict[str, Any] | None = Field(None, description="`lengths` and `weights`, where one launch serves several")
-    source: str = Field("", description="not read")
-    fallbacks: list[str] = Field([], description="not read")
+    source: Any = Field(None, description="not read")
+    fallbacks: Any = Field(None, description="not read")
 
 
 class ShapesRequest(_Target):

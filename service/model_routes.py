@@ -191,7 +191,7 @@ def model_routes(service: Service) -> APIRouter:
 
         return JSONResponse(await asyncio.to_thread(answer))
 
-    @router.post("/v1/compare", summary="Two models, shape by shape", response_model=CompareAnswer)
+    @router.post("/v1/compare", summary="Two models, shape by shape", response_model=CompareAnswer, responses=_MISSING)
     async def compare_models(request: CompareRequest) -> Response:
         """The picks of two models for the same shapes, with what each expects, and what was measured."""
         selector = selectors.selector(request.arch)

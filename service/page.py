@@ -51,7 +51,8 @@ def page_routes(service: Service) -> APIRouter:
 
     @router.get(
         "/v1/plots/{name}", summary="A plot of the model that answers", response_class=Response, tags=["models"],
-        responses={200: {"content": {"image/svg+xml": {}}}, 404: {"description": "There is no model to draw"}},
+        responses={200: {"content": {"image/svg+xml": {}}}, 404: {"description": "There is no model to draw"},
+                   501: {"description": "matplotlib is not installed"}},
     )  # fmt: skip
     async def plot(
         name: Plot,

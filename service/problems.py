@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from http import HTTPStatus
 from typing import Any
@@ -119,11 +120,24 @@ def add_problems(
 
     @app.exception_handler(StarletteHTTPException)
     async def http_error(request: Request, error: StarletteHTTPException) -> Response:
-        return problem(error.status_code, str(error.detail), headers=error.headers)
+        headers = dict(error.headers or {})
+        if error.status_code == 405:  # the router knows one route at a time
+            headers["Allow"] = ", ".join(_methods(app.openapi()["paths"], request.url.path)) or headers.get("Allow", "")
+        return problem(error.status_code, str(error.detail), headers=headers)
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
         return problem(500, "The service failed; its log says more")  # uvicorn logs the traceback
+
+
+def _methods(paths: Mapping[str, Any], path: str) -> list[str]:
+    """The methods of the documented path that this one is, the one with the fewest parameters if there are several."""
+    found = [
+        (template.count("{"), sorted(method.upper() for method in operations))
+        for template, operations in paths.items()
+        if re.fullmatch(re.sub(r"\{\w+\}", "[^/]+", template), path)
+    ]
+    return min(found)[1] if found else []
 
 
 def field_error(error: Mapping[str, Any]) -> tuple[str, str]:
