@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tilewise.dispatch.selector import Context, Decision, Selector, explain, rank, select, write_shapes
     from tilewise.errors import TilewiseError
     from tilewise.kernels.arch import Arch
-    from tilewise.kernels.paged_mqa_logits.launch import paged_mqa_logits, warm_up
+    from tilewise.kernels.paged_mqa_logits.launch import paged_mqa_logits, prepare, warm_up
     from tilewise.kernels.paged_mqa_logits.spec import Config, Shape
 
 _HOME = {
@@ -31,6 +31,7 @@ _HOME = {
     "capture_plan": "tilewise.dispatch.capture_plan",
     "explain": "tilewise.dispatch.selector",
     "paged_mqa_logits": "tilewise.kernels.paged_mqa_logits.launch",
+    "prepare": "tilewise.kernels.paged_mqa_logits.launch",
     "rank": "tilewise.dispatch.selector",
     "select": "tilewise.dispatch.selector",
     "warm_up": "tilewise.kernels.paged_mqa_logits.launch",
@@ -50,6 +51,7 @@ __all__ = [
     "capture_plan",
     "explain",
     "paged_mqa_logits",
+    "prepare",
     "rank",
     "select",
     "warm_up",

@@ -32,6 +32,15 @@ USUAL_CONTEXT_LEN = 32768
 ROW_ALIGNMENT = 256  # elements; top-k kernels want aligned rows, and take a stride, even for a single row
 
 
+class PreparedLaunch(Protocol):
+    """What `prepare` returns."""
+
+    def __call__(
+        self, q: Tensor, kv_cache: Tensor, weights: Tensor, context_lens: Tensor, block_tables: Tensor, out: Tensor,
+        max_columns: int,
+    ) -> None: ...  # fmt: skip
+
+
 class Launcher(Protocol):
     """What a kernel's launch module offers; see `LAUNCHERS`."""
 
@@ -41,6 +50,10 @@ class Launcher(Protocol):
 
     def refuses(self, traits: Traits) -> str | None:
         """Why the kernel can't read tensors that are good otherwise, or None."""
+        ...
+
+    def prepare(self, shape: Shape, config: Config, *, per_token_lens: bool = False, device: int = 0) -> PreparedLaunch:
+        """A launch of a valid config, bound to everything that can be bound before its tensors are known."""
         ...
 
     def launch(
@@ -160,6 +173,26 @@ def _default_for(shape: Shape, traits: Traits, arch: Arch) -> Config:
     raise InvalidTensorError(f"no kernel on {arch.name} reads weights that are not aligned to 16 bytes, for {shape}")
 
 
+def prepare(
+    shape: Shape, config: Config | None = None, *, per_token_lens: bool = False, device: str = "cuda"
+) -> PreparedLaunch:
+    """One launch bound to its kernel, compiled and loaded, for calls that repeat: no choice and no checks any more.
+
+    The result is called with the tensors of `paged_mqa_logits`, which must be as it wants them and on `device`, `out`,
+    and the number of columns that both `out` and the table have. Their batch may be smaller than the shape's, and
+    their addresses may change; a cache has no gaps between its pages unless the kernel is Hopper's. `per_token_lens`:
+    context_lens will be [batch_size, next_n]. Nothing in a call allocates, compiles or reads the device.
+
+    Raises InvalidConfigError where the config may not launch.
+    """
+    index = torch.device(device).index or 0
+    arch = current_arch(index)
+    chosen = _choose(shape, arch) if config is None else config
+    _refuse_invalid(shape, chosen, arch)
+    compile_config(shape, chosen, usual_traits(shape, per_token_lens=per_token_lens), device=device)
+    return launcher(chosen.kernel).prepare(shape, chosen, per_token_lens=per_token_lens, device=index)
+
+
 class Plan(Protocol):
     """What `tilewise.capture_plan` returns: launches to prepare."""
 
@@ -176,9 +209,10 @@ def warm_up(
 ) -> int:
     """Compile and load what these shapes launch, so that a later graph capture neither compiles nor loads.
 
-    Runs each shape's chosen config, its default and the valid ones among `configs` once, on empty requests; for a plan of
-    `tilewise.capture_plan`, what it says and the defaults. Returns the number of kernels that were new. `per_token_lens` prepares for context_lens of [batch_size, next_n], `page_stride`
-    (bytes) for a cache whose pages have gaps.
+    Runs each shape's chosen config, its default and the valid ones among `configs` once, on empty requests; for a plan
+    of `tilewise.capture_plan`, what it says and the defaults. Returns the number of kernels that were new.
+    `per_token_lens` prepares for context_lens of [batch_size, next_n], `page_stride` (bytes) for a cache whose pages
+    have gaps.
     """
     given = tuple(configs)
     before = len(_warmed)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from triton import knobs
 
 from tilewise.errors import UnsupportedError
 from tilewise.kernels.paged_mqa_logits.spec import Config, Shape
-from tilewise.kernels.paged_mqa_logits.traits import Traits
+from tilewise.kernels.paged_mqa_logits.traits import Traits, usual_traits
 from tilewise.kernels.paged_mqa_logits.triton_portable import _paged_mqa_logits_kernel
 
 
@@ -75,3 +78,19 @@ def _constexprs(shape: Shape, config: Config, traits: Traits) -> dict[str, int |
         "LENS_2D": traits.per_token_lens,
         "MASKED": shape.next_n % config.fuse_n != 0,
     }
+
+
+def prepare(
+    shape: Shape, config: Config, *, per_token_lens: bool = False, device: int = 0
+) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int], None]:
+    """The launch of one config, as `launch` makes it, for any batch up to the shape's."""
+    traits = usual_traits(shape, per_token_lens=per_token_lens)
+
+    def prepared(
+        q: Tensor, kv_cache: Tensor, weights: Tensor, context_lens: Tensor, block_tables: Tensor, out: Tensor,
+        max_columns: int,
+    ) -> None:  # fmt: skip
+        own = shape if q.shape[0] == shape.batch_size else dataclasses.replace(shape, batch_size=q.shape[0])
+        launch(q, kv_cache, weights, context_lens, block_tables, out, max_columns, own, config, traits)
+
+    return prepared

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -9,7 +12,7 @@ from tilewise.errors import InvalidTensorError
 from tilewise.kernels.paged_mqa_logits.gfx950 import build
 from tilewise.kernels.paged_mqa_logits.gfx950.kernels import _paged_mqa_logits_kernel
 from tilewise.kernels.paged_mqa_logits.spec import MAX_NEXT_N, Config, Shape
-from tilewise.kernels.paged_mqa_logits.traits import Traits
+from tilewise.kernels.paged_mqa_logits.traits import Traits, usual_traits
 
 MAX_BYTES_32 = 1 << 31  # what a 32-bit offset within a request may reach
 MAX_INT32 = MAX_BYTES_32 - 1
@@ -102,3 +105,19 @@ def launch_numbers(
         if value > MAX_INT32:
             raise InvalidTensorError(f"{name} must be at most {MAX_INT32}, got {value}")
     return numbers
+
+
+def prepare(
+    shape: Shape, config: Config, *, per_token_lens: bool = False, device: int = 0
+) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int], None]:
+    """The launch of one config, as `launch` makes it, for any batch up to the shape's."""
+    traits = usual_traits(shape, per_token_lens=per_token_lens)
+
+    def prepared(
+        q: Tensor, kv_cache: Tensor, weights: Tensor, context_lens: Tensor, block_tables: Tensor, out: Tensor,
+        max_columns: int,
+    ) -> None:  # fmt: skip
+        own = shape if q.shape[0] == shape.batch_size else dataclasses.replace(shape, batch_size=q.shape[0])
+        launch(q, kv_cache, weights, context_lens, block_tables, out, max_columns, own, config, traits)
+
+    return prepared
