@@ -6,7 +6,7 @@ there, before the Hopper kernel, is kept in results/plain_triton_h200.parquet.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ def load_plain_triton(arch: str) -> list[Row]:
     return _rows(read_table(PLAIN_TRITON).to_pydict()) if arch == "h200" else load(arch)
 
 
-def _rows(columns: Mapping[str, Sequence[Any]]) -> list[Row]:
+def _rows(columns: Mapping[str, Any]) -> list[Row]:
     names = list(columns)
     rows = []
     for values in zip(*(columns[name] for name in names), strict=True):
