@@ -101,12 +101,13 @@ class Soak:
             time.sleep(0.5)  # what is left of it goes
             self.start()
         else:
-            pids = (
-                self.service.workers() if victim == "worker" else _processes(f"tilewise.service.{victim} ", self.home)
-            )
             for pid in pids[:1]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+
+    def victims(self, kind: str) -> list[int]:
+        """Processes of a kind that live now."""
+        return self.service.workers() if kind == "worker" else _processes(f"tilewise.service.{kind} ", self.home)
 
     def round(self) -> None:
         """Something under way, a kill in the middle of it, and a look at what is left."""

@@ -65,7 +65,7 @@ def import_here(path: Path, home: Path, options: dict[str, Any]) -> dict[str, An
     from tilewise.data.store import import_file
 
     check_rows(path, options["most_rows"])
-    return import_file(path, home).to_dict()
+    return import_file(path, home, defaults=options["defaults"]).to_dict()
 
 
 def check_rows(path: Path, most: int) -> None:

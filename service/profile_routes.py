@@ -16,6 +16,7 @@ from fastapi import APIRouter, HTTPException, Query, Request, Response
 from fastapi.responses import FileResponse, JSONResponse
 from pydantic import BaseModel, Field
 
+from tilewise.data.exchange import parse_defaults
 from tilewise.errors import InvalidProfileError
 from tilewise.service.catalogue import rows_of, save_answer, saved_answer
 from tilewise.service.files import DIGEST, reconcile, stored_files
@@ -91,21 +92,32 @@ def profile_routes(service: Service) -> APIRouter:
         responses={200: {"description": "All of it was there already", "model": UploadAnswer}},
         openapi_extra={"requestBody": body, "parameters": [header]},
     )  # fmt: skip
-    async def upload(request: Request) -> Response:
+    async def upload(
+        request: Request,
+        default: Annotated[
+            list[str] | None,
+            Query(max_length=64, description="COLUMN=VALUE for what a T4 or aiter file lacks, such as arch=mi355x"),
+        ] = None,
+    ) -> Response:
         """Check every row and keep the good ones, durably by the time of the answer.
 
-        The body is a profile file: Parquet, JSON lines or CSV, told apart by content, whatever the media type says.
+        The body is a profile file: Parquet, JSON lines or CSV, Kernel Tuner's T4 results or one of aiter's tuned
+        tables, told apart by content, whatever the media type says.
         Rows that were there already are taken again without change.
         """
         if request.headers.get("content-encoding", "identity") != "identity":
             raise HTTPException(415, "Content-Encoding must be identity")
+        try:
+            defaults = parse_defaults(default or ())
+        except InvalidProfileError as error:
+            raise FieldProblem([("default", str(error))]) from error
         key = answer_key(request)
         with _incoming(home) as path:
-            fingerprint = await _to_disk(request.stream(), path)
+            fingerprint = await _to_disk(request.stream(), path, str(sorted(defaults.items())))
             if key and (answer := await asyncio.to_thread(_again, service, key, fingerprint)) is not None:
                 return answer
             try:
-                report = await importer.run(path, {})
+                report = await importer.run(path, {"defaults": defaults})
             except InvalidProfileError as error:
                 raise FieldProblem([("body", str(error))]) from error
             except ImportStoppedError as error:
@@ -166,9 +178,12 @@ def _incoming(home: Path) -> Iterator[Path]:
         path.unlink(missing_ok=True)
 
 
-async def _to_disk(chunks: AsyncIterator[bytes], path: Path) -> str:
-    """Write a body to disk as it comes, and return its sha256. Threads write, so that the others are answered."""
-    digest = hashlib.sha256()
+async def _to_disk(chunks: AsyncIterator[bytes], path: Path, beside: str) -> str:
+    """Write a body to disk as it comes, and return the sha256 of what is asked `beside` it, and of it.
+
+    Threads write, so that the others are answered.
+    """
+    digest = hashlib.sha256(beside.encode())
     held = bytearray()
 
     def write(data: bytes) -> None:

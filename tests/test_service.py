@@ -570,3 +570,27 @@ def test_a_question_asked_before_is_answered_from_memory_until_another_model_ans
         text = {"content": json.dumps(SHAPE), "headers": {"Content-Type": "text/plain"}}
         check_problem(service.ask("POST", "/v1/select", **text), 415)
     assert 'route="/v1/select",status="200"} 4.0' in service.ask("GET", "/metrics").text
+
+
+def test_other_tuners_files_are_taken_with_what_they_lack(service: Service) -> None:
+    from tilewise.data import exchange
+
+    t4 = json.dumps(exchange.t4_document(ROWS)).encode()
+    answer = service.ask("POST", "/v1/profiles", content=t4, headers=BYTES).json()
+    assert (answer["accepted"], answer["rejected"]) == (len(ROWS), 0)
+    out = io.StringIO()
+    import csv
+
+    table = exchange.aiter_rows(ROWS)
+    writer = csv.DictWriter(out, exchange.AITER_COLUMNS)
+    writer.writeheader()
+    writer.writerows(table)
+    tuned = out.getvalue().encode()
+    answer = service.ask("POST", "/v1/profiles?default=arch=h100&default=driver=some", content=tuned, headers=BYTES)
+    assert answer.json()["accepted"] == len(table) > 0, answer.text
+    loaded = load_profile(OP, ARCH, home=service.home)
+    assert len(loaded) == len(ROWS) + len(table)
+    assert "some" in loaded.columns["driver"].tolist()
+    for bad in ("arch", "nothing=1", "heads=x"):
+        response = service.ask("POST", f"/v1/profiles?default={bad}", content=tuned, headers=BYTES)
+        check_problem(response, 422, "default")
