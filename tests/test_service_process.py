@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -215,6 +217,18 @@ def test_a_retraining_that_passes_is_promoted_by_itself_and_one_without_news_sto
         assert late["state"] == "stopped"
         assert "0 of 5 requests" in late["reason"]
         until(lambda: not list((tmp_path / "jobs").iterdir()), "jobs that ended left their parts")
+
+
+def test_no_worker_of_four_answers_from_the_old_model_a_second_after_a_promotion(tmp_path: Path) -> None:
+    """F5, through the API, which only one of them hears."""
+    old = synthetic.publish_synthetic(tmp_path, shapes=synthetic.SHAPES[:4], arch=ARCH, seed=0)
+    new = synthetic.publish_synthetic(tmp_path, shapes=synthetic.SHAPES[:4], arch=ARCH, seed=1)
+    registry.rollback(OP, ARCH, tmp_path)
+    with serving(tmp_path, "--arch", ARCH, "--workers", "4") as service:
+        assert {service.get("/v1/select", QUESTION)["model_id"] for _ in range(50)} == {old.model_id}
+        post(service, f"/v1/models/{new.digest}/promote")
+        time.sleep(SWITCH_S)
+        assert {service.get("/v1/select", QUESTION)["model_id"] for _ in range(1000)} == {new.model_id}
 
 
 # --- kills
@@ -429,6 +443,25 @@ def test_an_address_that_others_reach_wants_tokens(tmp_path: Path) -> None:
         assert httpx.post(f"{service.url}/v1/select", json=QUESTION, headers=headers).status_code == 401
     again = tilewise("token", "revoke", "ci", home=tmp_path)
     assert (again.returncode, again.stderr) == (2, "tilewise: there is no token named 'ci'\n")
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
+def test_https_is_served_with_a_certificate(tmp_path: Path) -> None:
+    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost",
+            "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", "key.pem", "-out", "cert.pem"]  # fmt: skip
+    subprocess.run(made, cwd=tmp_path, check=True, capture_output=True)
+    with socket.create_server(("127.0.0.1", 0)) as own:
+        command = [*TILEWISE, "serve", "--fd", str(own.fileno()), "--arch", ARCH]
+        command += ["--tls-certificate", str(tmp_path / "cert.pem"), "--tls-key", str(tmp_path / "key.pem")]
+        env = {**os.environ, "TILEWISE_HOME": str(tmp_path / "home")}
+        process = subprocess.Popen(command, env=env, pass_fds=[own.fileno()], stderr=subprocess.DEVNULL)
+        url = f"https://127.0.0.1:{own.getsockname()[1]}"
+    try:
+        trusted = ssl.create_default_context(cafile=str(tmp_path / "cert.pem"))
+        assert httpx.get(f"{url}/healthz", verify=trusted, timeout=60).json() == {"status": "ok"}
+    finally:
+        process.terminate()
+        process.wait(30)
 
 
 def test_a_backup_of_a_running_service_goes_back(tmp_path: Path) -> None:
