@@ -55,15 +55,36 @@ def kernel_source_hash(name: str) -> str:
     return digest.hexdigest()[:16]
 
 
+# From Python 3.12 on, an f-string is many tokens; before, it is one.
+_FSTRING_START = getattr(tokenize, "FSTRING_START", None)
+_FSTRING_END = getattr(tokenize, "FSTRING_END", None)
+
+
 def _code(text: str) -> list[str]:
-    """The tokens of a source file, without what a formatter may change: comments, line breaks, a last comma."""
+    """The tokens of a source file, the same in every Python, without what a formatter may change: comments, line
+    breaks, a last comma."""
     skipped = (tokenize.COMMENT, tokenize.NL, tokenize.ENCODING, tokenize.ENDMARKER)
     blocks = {tokenize.INDENT: "<indent>", tokenize.DEDENT: "<dedent>", tokenize.NEWLINE: "<newline>"}
+    lines = text.splitlines(keepends=True)
     kept: list[str] = []
+    open_strings: list[tuple[int, int]] = []  # where f-strings begin that have not ended
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type in skipped:
-            continue
-        if token.string in (")", "]", "}") and kept[-1:] == [","]:
-            kept.pop()
-        kept.append(blocks.get(token.type, token.string))
+        if token.type == _FSTRING_START:
+            open_strings.append(token.start)
+        elif token.type == _FSTRING_END:
+            start = open_strings.pop()
+            if not open_strings:
+                kept.append(_between(lines, start, token.end))
+        elif not open_strings and token.type not in skipped:
+            if token.string in (")", "]", "}") and kept[-1:] == [","]:
+                kept.pop()
+            kept.append(blocks.get(token.type, token.string))
     return kept
+
+
+def _between(lines: list[str], start: tuple[int, int], end: tuple[int, int]) -> str:
+    """The text from one row (counted from 1) and column to another."""
+    (first, left), (last, right) = start, end
+    if first == last:
+        return lines[first - 1][left:right]
+    return "".join([lines[first - 1][left:], *lines[first : last - 1], lines[last - 1][:right]])
