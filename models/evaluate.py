@@ -1,8 +1,8 @@
 """How much time the picks lose, on shapes that the model has not seen.
 
 The judging set and the figures are those of judging.py. The model and the gain that is asked of its picks (guard.py)
-come from the first pass over other shapes. The exact rung is off. Shapes that are nearly the same share a fold. A pick
-without a time counts as a failure.
+come from all passes over other shapes, as when it is trained. The exact rung is off. Shapes that are nearly the same
+share a fold. A pick without a time counts as a failure.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tilewise.kernels.arch import Arch, get_arch
 from tilewise.models.baselines import best_configs, nearest_pick, rule_pick
 from tilewise.models.choice import choose, first_best
 from tilewise.models.fit import Examples, examples
-from tilewise.models.guard import INSIDE, Guard, Trial, needed_gain
+from tilewise.models.guard import BEYOND_CONFIDENCE, CONFIDENCE, INSIDE, Guard, Trial, needed_gain
 from tilewise.models.holdout import (
     RANGED,
     Prediction,
@@ -64,7 +64,7 @@ class Pick:
 class Bench:
     """What an evaluation works on."""
 
-    measured: Measurements  # with the first pass alone as its times
+    measured: Measurements
     arch: Arch
     data: Examples
     judged: Sequence[Judged]
@@ -140,15 +140,13 @@ def evaluate_measurements(
             f"evaluation needs at least 2 shapes with every config on offer timed twice, got {len(judged)} "
             f"of {len(measured.shapes)}"
         )
-    # Held-out times never reach the fit; for the other shapes, too, only the first pass does.
-    first = dataclasses.replace(measured, latency_us=measured.first_us)
-    data = examples(first, arch)
+    data = examples(measured, arch)  # of which the held-out shapes' rows never reach a fit
     noise = noise_margin(measured)
     by_seed: list[dict[str, Any]] = []
     inside: list[Trial] = []
     by_shape: list[dict[str, Any]] = []
     for number in range(seed, seed + seeds):
-        bench = Bench(first, arch, data, judged, noise, number, jobs, progress)
+        bench = Bench(measured, arch, data, judged, noise, number, jobs, progress)
         found, tried, picks = _folds(bench, folds, f"evaluate, seed {number}" if seeds > 1 else "evaluate")
         by_seed.append(found)
         if number == seed:
@@ -166,9 +164,9 @@ def evaluate_measurements(
         "noise_margin": noise,
         **over_seeds(by_seed),
         "by_seed": by_seed,
-        "baselines": _baselines(Bench(first, arch, data, judged, noise, seed, jobs, None), folds),
+        "baselines": _baselines(Bench(measured, arch, data, judged, noise, seed, jobs, None), folds),
     }
-    bench = Bench(first, arch, data, judged, noise, seed, jobs, progress)
+    bench = Bench(measured, arch, data, judged, noise, seed, jobs, progress)
     for field in leave_out:
         result[f"leave_one_{NAMES.get(field, field)}_out"] = _leave_one_out(bench, field, inside)
     # Of the first seed: what was picked for each judged shape, and each trial's predicted and real gain.
@@ -324,9 +322,9 @@ def _guard_without(bench: Bench, field: str, inside: Sequence[Trial], tried: Seq
         predictions = bench.hold_out(ends, f"ends of {field}", lambda *_: None)
         own = trials(bench.measured, bench.arch, ends, predictions, field)
     return Guard(
-        0.99,
+        CONFIDENCE,
         {
             INSIDE: needed_gain([trial for trial in inside if trial.shape_id not in held], bench.noise),
-            field: needed_gain(own, bench.noise),
+            field: needed_gain(own, bench.noise, BEYOND_CONFIDENCE),
         },
     )

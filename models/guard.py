@@ -21,6 +21,8 @@ INSIDE = "inside"
 # Sizes that were held out at training. Beyond others, nothing is known of predicted gains.
 AXES = ("batch_size", "next_n", "max_context_len", "heads")
 CONFIDENCE = 0.99  # of all shapes, at most the rest may get a pick that is slower than the default by more than noise
+# Beyond what was measured errors have no bound, and one size held out stands for all ways of being beyond it.
+BEYOND_CONFIDENCE = 0.997
 FEWEST_TRIALS = 20
 STEP = 1e-4  # gains are rounded up to this, so that they are the same on every machine
 
@@ -70,7 +72,7 @@ class Guard:
         if reach > known.reach + 1e-9:
             return None, f"predictions that far beyond {axis} were not tried"
         gain = max(gain, known.gain)
-        return gain, f"a predicted gain of {100 * gain:.1f} % is asked for beyond {axis}, which {self._share()} keep"
+        return gain, f"a predicted gain of {100 * gain:.1f} % is asked for beyond {axis}"
 
     def _share(self) -> str:
         return f"{100 * self.confidence:.0f} in 100"
