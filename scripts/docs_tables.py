@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
-PAGES = ("docs/measured-h200.md", "docs/deep_gemm.md", "README.md")
+PAGES = ("docs/measured-h200.md", "README.md")
 MARK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 

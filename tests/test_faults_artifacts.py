@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pickle
+import re
 import subprocess
 import sys
 import time
@@ -284,6 +285,7 @@ def test_processes_that_publish_at_once_lose_no_update(tmp_path: Path) -> None:
 
 # -- the service
 
+BODIES = ("/v1/select", "/v1/select/batch", "/v1/rank", "/v1/explain", "/v1/compare", "/v1/shapes", "/v1/jobs")
 ODD = ["NaN", "Infinity", "-1", "1e400", "", "%00", "../h200", "h200%0d%0aX: y", "9" * 3000, "%ff", "[]", "null"]
 
 
@@ -294,13 +296,16 @@ def test_no_question_makes_the_service_fail(tmp_path: Path) -> None:
     from tilewise.server import create_app
 
     app = create_app(home=tmp_path, arch_names=["h200"])
-    routes = {route.path: route.methods for route in app.routes if hasattr(route, "methods")}
+    routes = {path: {method.upper() for method in of} for path, of in app.openapi()["paths"].items()}
     body = '{"batch_size": %s, "next_n": 6, "heads": 32, "max_context_len": 1000, "%s": %s}'
     requests: list[tuple[str, str, bytes | None]] = []
     for path, methods in routes.items():
+        if "{" in path:
+            requests += [(how, re.sub(r"\{\w+\}", odd or "x", path), None) for how in methods for odd in ODD]
+            continue
         if "GET" in methods:
             requests += [("GET", f"{path}?{name}={odd}", None) for odd in ODD for name in ("arch", "time_us", odd[:40])]
-        if "POST" in methods:
+        if "POST" in methods and path != "/v1/profiles":
             for odd in ("NaN", "Infinity", "-Infinity", "1e400", "-1", "null", '{"a": NaN}', "[1e999]", '"NaN"'):
                 requests.append(("POST", path, (body % (odd, "mean_context_len", "5")).encode()))
                 requests.append(("POST", path, (body % ("16", "time_us", odd)).encode()))
@@ -315,8 +320,10 @@ def test_no_question_makes_the_service_fail(tmp_path: Path) -> None:
     for (how, url, _), response in zip(requests, asyncio.run(ask()), strict=True):
         assert response.status_code < 500, url
         if how == "POST":
-            assert response.status_code == 422, (url, response.text)
-        json.loads(response.content, parse_constant=pytest.fail)  # called for NaN and the like
+            allowed = (422,) if url in BODIES else (404, 405, 409, 422)
+            assert response.status_code in allowed, (url, response.text)
+        if "json" in response.headers.get("content-type", ""):
+            json.loads(response.content, parse_constant=pytest.fail)  # called for NaN and the like
 
 
 def test_each_worker_of_a_service_reads_one_registry(tmp_path: Path) -> None:

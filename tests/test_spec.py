@@ -55,15 +55,17 @@ def test_default_is_valid_and_the_first_candidate_and_every_candidate_is_valid(s
 def test_split_follows_the_live_compute_unit_count(compute_units: int) -> None:
     arch = dataclasses.replace(H200, compute_units=compute_units)
     shape = Shape(4, 6, 32, max_context_len=131072)
-    assert default_config(shape, arch).split_kv == 4 * compute_units // 4
+    plain = space("portable").default_config(shape, arch)
+    assert plain is not None
+    assert plain.split_kv == 4 * compute_units // 4
 
 
 def test_candidates_cover_every_number_of_groups() -> None:
     for next_n in range(1, 9):
         found = {
             config.groups(next_n)
-            for config in candidates(Shape(16, next_n, 32), H200)
-            if config.kernel == "portable" and config.mma_m == "kv"
+            for config in space("portable").grid(Shape(16, next_n, 32), H200)
+            if config.mma_m == "kv"
         }
         expected = {-(-next_n // fuse) for fuse in range(1, next_n + 1)}
         assert found == expected
