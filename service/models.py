@@ -8,6 +8,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from tilewise.models import registry
 from tilewise.models.bundle import Bundle
 from tilewise.service.catalogue import Catalogue, rows_of
 from tilewise.service.tables import events, models
@@ -22,9 +23,7 @@ def summary_of(bundle: Bundle) -> dict[str, Any]:
 
 def store_model(catalogue: Catalogue, bundle: Bundle, home: Path, job_id: str | None = None) -> Path:
     """Keep a bundle beside those that were in force, without putting it there: it can be compared, and promoted."""
-    folder = home / "models" / bundle.op / bundle.arch.name / "versions" / bundle.digest
-    if not folder.is_dir():
-        bundle.save(folder)
+    folder = registry.store(bundle, home)
     record_model(catalogue, bundle, job_id)
     return folder
 
