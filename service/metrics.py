@@ -11,6 +11,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -22,9 +23,25 @@ BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 
 
 def prepare() -> Callable[[], None]:
     """Give the workers that are started from now on one folder for their counts; what removes it again."""
-    folder = tempfile.mkdtemp(prefix="tilewise-metrics-")
+    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        if not _alive(left.name.removeprefix(_PREFIX).partition("-")[0]):  # of a service that was killed
+            shutil.rmtree(left, ignore_errors=True)
+    folder = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")
     os.environ[FOLDER] = folder
     return lambda: shutil.rmtree(folder, ignore_errors=True)
+
+
+_PREFIX = "tilewise-metrics-"
+
+
+def _alive(pid: str) -> bool:
+    try:
+        os.kill(int(pid), 0)
+    except (ValueError, ProcessLookupError):
+        return False
+    except OSError:  # somebody else's
+        return True
+    return True
 
 
 class Metrics:

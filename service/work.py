@@ -119,7 +119,7 @@ class Work:
 
     def _gate(self) -> None:
         candidate, current = self._load("candidate"), self._current()
-        self.result["replaces"] = None if current is None else current.model_id
+        self.result["replaces"] = self._in_force()
         if current is not None and current.digest == candidate.digest:
             raise Stop(f"the candidate is the model in force, {current.model_id}: nothing to promote")
         verdict = policy.gate(candidate, current)
@@ -158,10 +158,16 @@ class Work:
         began = self.result.get("promotion_began", False)
         if began and candidate.digest in registry.history(self.op, self.arch, self.settings.home)[:2]:
             return  # this process's forerunner did it, and was killed before it could say so
+        if self._in_force() != self.result.get("replaces"):  # somebody put another one in force meanwhile
+            self._gate()
         self.result["promotion_began"] = True
         self._report()  # the lease is held: nobody else runs this
         registry.publish(candidate, self.settings.home)
         record_event(self.catalogue, "promote", self.op, self.arch, candidate.model_id, f"job {self.lease.job_id}"[:64])
+
+    def _in_force(self) -> str:
+        """The folder name of the model in force: its digest, or the arch for the shipped one."""
+        return registry.current(self.op, self.arch, self.settings.home).name
 
     def _current(self) -> Bundle | None:
         folder = registry.current(self.op, self.arch, self.settings.home)

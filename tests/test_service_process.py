@@ -11,6 +11,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -197,6 +198,23 @@ def test_shapes_come_in_and_a_better_choice_goes_out(
         selector.follower.stop()
 
 
+def test_a_candidate_is_held_against_the_model_that_is_in_force_by_then(tmp_path: Path) -> None:
+    """Somebody puts another model in force while the candidate is watched: the gate is asked again."""
+    with serving(tmp_path, "--arch", ARCH) as service:
+        upload(service, synthetic.synthetic_rows(synthetic.SHAPES[::3], arch=ARCH))
+        job_id = post(service, "/v1/jobs", {"folds": 0, "shadow_requests": 5})["id"]
+        until(lambda: job_at(service, job_id)["stage"] == "shadow", "it did not come to the shadow")
+        digest = job_at(service, job_id)["result"]["digest"]
+        post(service, f"/v1/models/{digest}/promote")
+        until(
+            lambda: service.get("/v1/select", QUESTION) and job_at(service, job_id)["state"] in ENDED, "it did not end"
+        )
+        job = job_at(service, job_id)
+        assert (job["state"], job["stage"]) == ("stopped", "promote")
+        assert "is the model in force" in job["reason"]
+        assert registry.history(OP, ARCH, tmp_path) == [digest]
+
+
 def test_a_retraining_that_passes_is_promoted_by_itself_and_one_without_news_stops(tmp_path: Path) -> None:
     with serving(tmp_path, "--arch", ARCH) as service:
         stopped = ended(service, post(service, "/v1/jobs", {"folds": 0, "shadow_requests": 0})["id"])
@@ -302,11 +320,15 @@ def test_no_worker_outlives_a_killed_supervisor_and_the_port_is_free(tmp_path: P
     with serving(tmp_path, "--arch", ARCH, "--workers", "2") as service:
         workers = service.workers()
         assert len(workers) == 2
+        figures = Path(tempfile.gettempdir())
+        assert list(figures.glob(f"tilewise-metrics-{service.process.pid}-*"))
         service.process.kill()
         service.process.wait()
         until(lambda: gone(workers), "workers outlived their supervisor", wait_s=10)
         with socket.create_server(("127.0.0.1", int(service.url.rpartition(":")[2]))):
             pass
+    with serving(tmp_path, "--arch", ARCH):
+        assert not list(figures.glob(f"tilewise-metrics-{service.process.pid}-*"))
 
 
 @linux
