@@ -28,6 +28,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
+PART = 5000
 ENDED = ("promoted", "stopped", "failed", "cancelled")
 OP, ARCH = "paged_mqa_logits", "h100"  # nothing is shipped for it
 VICTIMS = ("worker", "work", "runner", "service")
@@ -227,6 +228,22 @@ def explore(examples: int) -> str:
     return done.stdout.strip().splitlines()[-1].strip("= ")
 
 
+def feed(inputs: int, seed: int) -> None:
+    """Made-up profiles and bundles, a few thousand at a time, each part with a seed of its own."""
+    import logging
+    import warnings
+    from collections import Counter
+
+    import fuzzing
+
+    logging.disable(logging.CRITICAL)
+    warnings.simplefilter("ignore")  # of numpy, over absurd numbers
+    total: Counter[str] = Counter()
+    for start in range(0, inputs, PART):
+        total += fuzzing.fuzz(min(PART, inputs - start), seed + start)
+        print(f"{sum(total.values())} inputs: {dict(total)}", flush=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--kills", type=int, default=50)
@@ -240,12 +257,7 @@ def main() -> int:
     if args.examples:
         print(explore(args.examples), flush=True)
     if args.inputs:
-        import logging
-
-        import fuzzing
-
-        logging.disable(logging.CRITICAL)
-        print(dict(fuzzing.fuzz(args.inputs, args.seed)), flush=True)
+        feed(args.inputs, args.seed)
     return 0
 
 
