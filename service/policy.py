@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from tilewise.data.traffic import Traffic
@@ -13,22 +11,9 @@ from tilewise.models.bundle import Bundle
 from tilewise.models.gate import Gate, gate
 from tilewise.models.measurements import measurements
 
-__all__ = ["Gate", "Verdict", "gate", "judge_shadow", "train", "with_figures"]
+__all__ = ["Gate", "gate", "judge_shadow", "train", "with_figures"]
 
 Progress = Callable[[str, int, int], None]  # what, done, of how many
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Whether a candidate may go on, and why."""
-
-    passed: bool
-    reason: str
-    figures: dict[str, Any] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return dataclasses.asdict(self)
 
 
 def train(columns: Any, *, op: str, arch: str, seed: int, traffic: Sequence[Traffic], progress: Progress) -> Bundle:
@@ -42,7 +27,7 @@ def with_figures(candidate: Bundle, columns: Any, *, seed: int, folds: int, prog
     return latency.judged(candidate, measured, seed=seed, folds=folds, progress=progress)
 
 
-def judge_shadow(picks: list[dict[str, Any]], noise_margin: float) -> Verdict:
+def judge_shadow(picks: list[dict[str, Any]], noise_margin: float) -> Gate:
     """Whether the candidate's picks on live requests speak against it.
 
     `picks` has one entry a shape: how many requests asked for it, and the two decisions. Both picks' times are taken
@@ -64,8 +49,8 @@ def judge_shadow(picks: list[dict[str, Any]], noise_margin: float) -> Verdict:
     }
     if failed:
         why = f"the candidate failed on {len(failed)} shapes: {failed[0]['candidate']['error']}"
-        return Verdict(False, why, figures)
+        return Gate(False, why, figures)
     ratio = figures["expected_time_ratio"]
     if ratio is not None and ratio > 1.0 + noise_margin:
-        return Verdict(False, f"its picks take {ratio:.4f} of the time of the present ones on this traffic", figures)
-    return Verdict(True, f"{figures['changed_requests']} of {requests} requests get another config", figures)
+        return Gate(False, f"its picks take {ratio:.4f} of the time of the present ones on this traffic", figures)
+    return Gate(True, f"{figures['changed_requests']} of {requests} requests get another config", figures)

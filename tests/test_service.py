@@ -594,3 +594,25 @@ def test_other_tuners_files_are_taken_with_what_they_lack(service: Service) -> N
     for bad in ("arch", "nothing=1", "heads=x"):
         response = service.ask("POST", f"/v1/profiles?default={bad}", content=tuned, headers=BYTES)
         check_problem(response, 422, "default")
+
+
+@pytest.mark.parametrize(
+    ("pick", "passed", "says"),
+    [
+        ({"of_current_us": 10.0, "predicted_us": 9.0}, True, "3 of 4 requests get another config"),
+        ({"of_current_us": 10.0, "predicted_us": 10.1}, True, "3 of 4"),
+        ({"of_current_us": 10.0, "predicted_us": 12.0}, False, "take 1.1935 of the time"),
+        ({"of_current_us": None, "predicted_us": 12.0}, True, "3 of 4"),
+        ({"of_current_us": 10.0, "predicted_us": 9.0, "error": "why"}, False, "failed on 1 shapes: why"),
+    ],
+)
+def test_a_candidate_that_loses_on_live_requests_is_held_back(pick: dict[str, Any], passed: bool, says: str) -> None:
+    from tilewise.service.policy import judge_shadow
+
+    same = {"config": "a", "of_current_us": 1.0, "predicted_us": 1.0}
+    picks = [
+        {"requests": 3, "current": {"config": "a"}, "candidate": {"config": "b", **pick}},
+        {"requests": 1, "current": {"config": "a"}, "candidate": same},
+    ]
+    verdict = judge_shadow(picks, noise_margin=0.02)
+    assert (verdict.passed, says in verdict.reason) == (passed, True), verdict
