@@ -367,7 +367,7 @@ def test_own_output_has_aligned_rows_whatever_the_width(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("per_token", [False, True])
 def test_a_prepared_launch_serves_other_tensors_and_smaller_batches(per_token: bool, device: str) -> None:
-    """G10: bound once, called with tensors at other addresses; for every kernel that this device runs."""
+    """G11: bound once, called with tensors at other addresses; for every kernel that this device runs."""
     shape = Shape(4, 3, 32, 64, 64, 300)
     for config in variants(shape, current_arch()):
         prepared = tilewise.prepare(shape, config, per_token_lens=per_token, device=device)

@@ -48,7 +48,7 @@ def test_code_and_its_nesting_count(old: str, new: str) -> None:
 def test_a_formatted_string_is_one_token_in_every_python() -> None:
     # From 3.12 on the tokenizer takes it apart, and rows measured under one Python would be stale under another.
     text = 'x = f"a{b:{c}}d{f\'{e}\'}" + f"""g\n{h}\ni""" + "j"\n'
-    assert _code(text) == ["x", "=", 'f"a{b:{c}}d{f\'{e}\'}"', "+", 'f"""g\n{h}\ni"""', "+", '"j"', "<newline>"]
+    assert _code(text) == ["x", "=", "f\"a{b:{c}}d{f'{e}'}\"", "+", 'f"""g\n{h}\ni"""', "+", '"j"', "<newline>"]
 
 
 def test_every_kernel_has_its_sources_and_a_space() -> None:
