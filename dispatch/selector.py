@@ -258,7 +258,8 @@ class Selector:
             if first:
                 self._warned.add(text)
         if first:
-            _log.log(level, "%s", text)
+            # A hostile bundle may name itself at any length.
+            _log.log(level, "%s", text if len(text) <= 1000 else f"{text[:1000]}...")
 
     def _assess(
         self, state: State, shape: Shape, context: Context | None = None, worst_case: float = 1.0
