@@ -1,12 +1,13 @@
 """A model for a GPU that nobody has profiled: from other GPUs' timings, or from an analytic estimate and a few timings.
 
 The features are counted in each GPU's own facts (features.py), so that what was learnt on one says something about
-another. Where there is no other GPU either, `estimate_us` starts from bytes, products and steps alone, and `adapt`
-corrects it by about thirty timings: a ridge regression of what the estimate leaves over, on a few features.
+another. Where there is no other GPU either, `Estimate` starts from bytes, products and steps alone, and `adapt` fits
+its constants to about thirty timings, each pulled towards what it was taken to be before.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tilewise.errors import InvalidProfileError
+from tilewise.errors import InvalidProfileError, UnsupportedError
 from tilewise.kernels.arch import Arch
 from tilewise.kernels.paged_mqa_logits.spec import Config, Shape
 from tilewise.models.bundle import unsquash
@@ -23,7 +24,6 @@ from tilewise.models.features import (
     FEATURES,
     config_columns,
     config_features,
-    floors_us,
     shape_columns,
     shape_features,
 )
@@ -33,14 +33,26 @@ from tilewise.models.measurements import Measurements
 
 Floats = npt.NDArray[np.float64]
 
-RIDGE = 1.0  # weight of the prior against one timing, on standardised features
-# What a wrong estimate hangs on: how full the GPU is, how wide products are, what is idle, what is held.
-CORRECTED = (
-    "log2_read_us", "log2_product_us", "log2_programs_per_unit", "log2_waves", "log2_tiles_per_program", "log2_columns",
-    "log2_own_columns", "idle_columns", "log2_unit_tiles", "log2_registers", "log2_requested_us", "log2_steps", "mma_m",
+# The prior of the estimate: what each constant is taken to be before any timing, as a natural logarithm, and how far
+# off that may be. Rough by intent: the rates are the GPU's own, and a few timings set the rest.
+PRIOR: dict[str, tuple[float, float]] = {
+    "launch_us": (math.log(2.5), 0.4),  # of the smallest launch
+    "bandwidth_share": (math.log(0.85), 0.2),
+    "product_share": (math.log(0.5), 0.4),  # of the product rate, where a program has WIDE columns to work on
+    "product_share_roles": (0.0, 0.4),  # added for kernels whose warps have roles
+    "narrow": (-0.4, 0.3),  # added for each halving of the columns below WIDE
+    "heads_as_rows": (-0.5, 0.5),  # added where the rows of the products are heads
+    "step_us": (math.log(0.15), 0.5),  # of one product after another
+    "step_us_roles": (0.0, 0.5),
+    "wave_us": (math.log(0.5), 0.7),  # of a wave of programs that follows another
+}
+WIDE = 7.0  # log2 of columns
+SPREAD = 0.1  # of log times about the estimate with the right constants
+_NAMES = (
+    "log2_read_us", "log2_product_us", "log2_unit_tiles", "idle_columns", "log2_own_columns", "log2_columns", "mma_m",
+    "log2_steps", "log2_waves", "consumers",
 )  # fmt: skip
-_AT = [FEATURES.index(name) for name in CORRECTED]
-_ESTIMATE = FEATURES.index("log2_estimate")
+_AT = {name: FEATURES.index(name) for name in _NAMES}
 
 
 def rows_of(shape: Shape, configs: Sequence[Config], arch: Arch) -> Floats:
@@ -50,40 +62,56 @@ def rows_of(shape: Shape, configs: Sequence[Config], arch: Arch) -> Floats:
     return np.hstack([np.tile(shape_features(numbers, arch), (len(configs), 1)), own])
 
 
-def estimate_us(shape: Shape, configs: Sequence[Config], arch: Arch) -> Floats:
-    """[configs] microseconds by the analytic estimate: predicted from the GPU's published or measured rates alone."""
-    floor = float(floors_us(shape_columns(shape), arch))
-    return np.asarray(floor * np.exp2(rows_of(shape, configs, arch)[:, _ESTIMATE]))
-
-
 @dataclass(frozen=True)
-class Adapted:
-    """The estimate with its correction."""
+class Estimate:
+    """An analytic estimate of launch times on one GPU: predicted, not measured, until constants are fitted."""
 
     arch: Arch
-    center: Floats  # [CORRECTED]
-    scale: Floats
-    weights: Floats
-    offset: float
+    constants: Floats  # [PRIOR], natural logarithms
+
+    @classmethod
+    def prior(cls, arch: Arch) -> Estimate:
+        """With the constants of PRIOR."""
+        return cls(arch, np.array([mean for mean, _ in PRIOR.values()]))
 
     def predict_us(self, shape: Shape, configs: Sequence[Config]) -> Floats:
         """[configs] microseconds."""
-        x = (rows_of(shape, configs, self.arch)[:, _AT] - self.center) / self.scale
-        return np.asarray(estimate_us(shape, configs, self.arch) * np.exp(x @ self.weights + self.offset))
+        return _estimate_us(rows_of(shape, configs, self.arch), self.constants)
 
 
-def adapt(timings: Sequence[tuple[Shape, Config, float]], pool: Sequence[Shape], arch: Arch, offer: Any) -> Adapted:
-    """The estimate corrected by timings (microseconds). `pool` and `offer`, the configs of a shape, say how features
-    spread; no time of theirs is needed."""
-    spread = np.vstack([rows_of(shape, offer(shape), arch)[:, _AT] for shape in pool])
-    center, scale = spread.mean(axis=0), np.maximum(spread.std(axis=0), 1e-6)
-    x = np.vstack([rows_of(shape, [config], arch)[:, _AT] for shape, config, _ in timings])
-    x = (x - center) / scale
-    over = np.array([np.log(us / estimate_us(shape, [config], arch)[0]) for shape, config, us in timings])
-    offset = float(over.mean())
-    inner = x - x.mean(axis=0)
-    weights = np.linalg.solve(inner.T @ inner + RIDGE * np.eye(len(_AT)), inner.T @ (over - offset))
-    return Adapted(arch, center, scale, weights, offset - float(x.mean(axis=0) @ weights))
+def _estimate_us(rows: Floats, constants: Floats) -> Floats:
+    of = dict(zip(PRIOR, constants, strict=True))
+    column = {name: rows[:, at] for name, at in _AT.items()}
+    roles = column["consumers"] > 0
+    own = np.where(roles, column["log2_own_columns"], column["log2_columns"])
+    share = of["product_share"] + roles * of["product_share_roles"] + of["narrow"] * np.maximum(WIDE - own, 0.0)
+    share = share + of["heads_as_rows"] * (column["mma_m"] == 1.0)
+    read = np.exp2(column["log2_read_us"]) / np.exp(of["bandwidth_share"])
+    work = np.exp2(column["log2_product_us"] + column["log2_unit_tiles"]) * (1.0 + column["idle_columns"])
+    busy = (read**4 + (work / np.exp(share)) ** 4) ** 0.25  # the larger of the two, rounded off
+    serial = np.exp2(column["log2_steps"]) * np.exp(of["step_us"] + roles * of["step_us_roles"])
+    waves = np.maximum(np.exp2(column["log2_waves"]) - 1.0, 0.0) * np.exp(of["wave_us"])
+    return np.asarray(np.exp(of["launch_us"]) + np.maximum(busy, serial) + waves)
+
+
+def adapt(timings: Sequence[tuple[Shape, Config, float]], arch: Arch) -> Estimate:
+    """The estimate whose constants are the most probable ones given timings (microseconds) and PRIOR.
+
+    Raises UnsupportedError without SciPy, which comes with scikit-learn.
+    """
+    try:
+        from scipy.optimize import least_squares
+    except ImportError as error:
+        raise UnsupportedError("adapting needs SciPy: pip install -e '.[train]'") from error
+    rows = np.vstack([rows_of(shape, [config], arch) for shape, config, _ in timings])
+    logs = np.log([us for _, _, us in timings])
+    mean, deviation = np.array(list(PRIOR.values())).T
+
+    def residual(constants: Floats) -> Floats:
+        off = (np.log(_estimate_us(rows, constants)) - logs) / SPREAD
+        return np.concatenate([off, (constants - mean) / deviation])
+
+    return Estimate(arch, np.asarray(least_squares(residual, mean, loss="soft_l1").x))
 
 
 def leave_one_gpu_out(tables: Mapping[Arch, Measurements], seed: int = 0) -> dict[str, Any]:
