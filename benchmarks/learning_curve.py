@@ -31,6 +31,7 @@ from tilewise.models.sampling import next_launches, with_cells
 
 OP = "paged_mqa_logits"
 START, STEPS = 0.03, (0.05, 0.08, 0.12, 0.17, 0.23, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0)  # shares of the pool
+LEVELS = (1.05, 1.02, 1.01, 1.008)  # of regret, on the way there
 ENOUGH = 1.0005  # of the final regret: as good as all timings
 
 
@@ -130,6 +131,13 @@ def main() -> None:
         name: next(point["timings"] for point in points if point["geomean_regret"] <= final * ENOUGH)
         for name, points in summary.items()
     }
+    levels = {
+        f"{level:.3f}": {
+            name: next((point["timings"] for point in points if point["geomean_regret"] <= level), None)
+            for name, points in summary.items()
+        }
+        for level in LEVELS
+    }
     result = {
         "what": "replay of measured launches, geometric mean over the repeats",
         "op": OP,
@@ -140,6 +148,7 @@ def main() -> None:
         "final_regret": final,
         "timings_to_final_regret": reached,
         "share_of_random": reached["active"] / reached["random"],
+        "timings_to_regret": levels,
         **summary,
     }
     print(json.dumps(result, indent=1))

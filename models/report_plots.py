@@ -128,6 +128,11 @@ def learning_curve(curve: Mapping[str, Any]) -> str:
         )
     axes.axhline(100 * (curve["final_regret"] - 1), color=GREY, linewidth=0.6, linestyle=":")
     axes.set(xscale="log", xlabel="timings", ylabel="geometric mean loss, %", ylim=(0, None))
+    most = max(one["timings"] for one in curve["random"])
+    ticks = [size * 10**power for power in range(1, 8) for size in (1, 2, 5) if size * 10**power <= most]
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.minorticks_off()
+    axes.set_xlim(min(one["timings"] for one in curve["active"]) * 0.9, most * 1.1)
     axes.legend(frameon=False)
     return svg(figure)
 
