@@ -500,15 +500,18 @@ def test_many_threads_get_one_answer_while_bundles_change(tmp_path: Path) -> Non
                 for shape in shapes:
                     if chooser.select(shape) != expected[shape]:
                         failures.append(shape)
+                stop.wait(0.001)  # four threads that never rest leave the interpreter to nobody else
         except Exception as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=ask) for _ in range(4)]
+    threads = [threading.Thread(target=ask, daemon=True) for _ in range(4)]
     for thread in threads:
         thread.start()
-    for _ in range(20):
-        chooser.reload(force=True)
-    stop.set()
+    try:
+        for _ in range(20):
+            chooser.reload(force=True)
+    finally:
+        stop.set()
     for thread in threads:
         thread.join()
     assert failures == []
