@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -10,9 +12,10 @@ pytest.importorskip("triton")
 from paged_cache import make_problem  # noqa: E402
 
 from tilewise.errors import InvalidShapeError, InvalidTensorError  # noqa: E402
+from tilewise.kernels.arch import ARCHS  # noqa: E402
 from tilewise.kernels.paged_mqa_logits import launch  # noqa: E402
 from tilewise.kernels.paged_mqa_logits.launch import paged_mqa_logits  # noqa: E402
-from tilewise.kernels.paged_mqa_logits.spec import Config  # noqa: E402
+from tilewise.kernels.paged_mqa_logits.spec import SPACES, Config, Shape, default_config  # noqa: E402
 
 CONFIG = Config(fuse_n=2)
 
@@ -103,3 +106,33 @@ def test_no_more_geometries_are_remembered_than_allowed(recorder, monkeypatch):
         paged_mqa_logits(*problem.arguments[:-1], width, config=CONFIG)
         assert len(launch._known) <= 3
     assert len(recorder.traits) == 10
+
+
+def test_weights_that_tma_cannot_read_go_to_the_portable_kernel(monkeypatch):
+    """A copy of such rows would end in a CUDA error; and one such call decides nothing for aligned ones after it."""
+    launchers = {kernel: launch.launcher(kernel) for kernel in SPACES}
+    launched = []
+
+    def without_a_gpu(kernel):
+        own = launchers[kernel]
+        return SimpleNamespace(
+            launch_key=own.launch_key, refuses=own.refuses, launch=lambda *arguments: launched.append(kernel)
+        )
+
+    monkeypatch.setattr(launch, "launcher", without_a_gpu)
+    monkeypatch.setattr(launch, "_arch", lambda q: ARCHS["h200"])
+    monkeypatch.setattr(launch, "_known", {})
+    monkeypatch.setattr(launch, "_warmed", set())
+    hopper = default_config(Shape(64, 4, 64, max_context_len=32768), ARCHS["h200"])
+    assert hopper.kernel == "sm90"
+    monkeypatch.setattr(launch, "_choose", lambda shape, arch: hopper)
+    p = make_problem([300] * 4, next_n=4, heads=64)
+    wide = torch.zeros(16 * 68 + 4)
+    for first, pitch, kernel in ((1, 64, "portable"), (0, 64, "sm90"), (0, 67, "portable"), (0, 68, "sm90")):
+        weights = wide.as_strided((16, 64), (pitch, 1), first)
+        paged_mqa_logits(p.q, p.kv_cache, weights, p.context_lens, p.block_tables, 300)
+        assert launched.pop() == kernel, (first, pitch)
+        if kernel == "portable":
+            with pytest.raises(InvalidTensorError, match="16 bytes"):
+                paged_mqa_logits(p.q, p.kv_cache, weights, p.context_lens, p.block_tables, 300, config=hopper)
+    assert launched == []

@@ -24,7 +24,7 @@ from tilewise.kernels.paged_mqa_logits.spec import (
     is_valid,
     space,
 )
-from tilewise.kernels.paged_mqa_logits.traits import Traits, traits_of, usual_traits
+from tilewise.kernels.paged_mqa_logits.traits import Traits, rows_aligned, traits_of, usual_traits
 
 # Context that a launch is chosen for when the caller gives no bound: the host never sees the lengths, and the width of
 # the logits says nothing about them.
@@ -178,8 +178,8 @@ def prepare(
 ) -> PreparedLaunch:
     """One launch bound to its kernel, compiled and loaded, for calls that repeat: no choice and no checks any more.
 
-    The result is called with the tensors of `paged_mqa_logits`, which must be as it wants them and on `device`, `out`,
-    and the number of columns that both `out` and the table have. Their batch may be smaller than the shape's, and
+    The result is called with the tensors of `paged_mqa_logits`, which must be as it wants them and on `device` (for the
+    Hopper kernel with weights whose rows start at multiples of 16 bytes), `out`, and the number of columns that both `out` and the table have. Their batch may be smaller than the shape's, and
     their addresses may change; a cache has no gaps between its pages unless the kernel is Hopper's. `per_token_lens`:
     context_lens will be [batch_size, next_n]. Nothing in a call allocates, compiles or reads the device.
 
@@ -282,7 +282,9 @@ def _check(
     )
     if out is not None:
         _output(shape.batch_size * shape.next_n, max_model_len, q.device, out, False)
-    traits = traits_of(kv_cache, weights, context_lens)._replace(dense_weights=weights.is_contiguous())
+    traits = traits_of(kv_cache, weights, context_lens)._replace(
+        dense_weights=weights.is_contiguous(), tma=rows_aligned(weights, context_lens)
+    )
     if len(_known) >= MOST_KNOWN:
         _known.clear()
     checked = _known[key] = _Checked(shape, max_columns, traits)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 import torch
@@ -10,8 +9,9 @@ from torch import Tensor
 from triton import knobs
 
 from tilewise.errors import UnsupportedError
+from tilewise.kernels.paged_mqa_logits.prepared import bind
 from tilewise.kernels.paged_mqa_logits.spec import Config, Shape
-from tilewise.kernels.paged_mqa_logits.traits import Traits, usual_traits
+from tilewise.kernels.paged_mqa_logits.traits import Traits
 from tilewise.kernels.paged_mqa_logits.triton_portable import _paged_mqa_logits_kernel
 
 
@@ -84,13 +84,4 @@ def prepare(
     shape: Shape, config: Config, *, per_token_lens: bool = False, device: int = 0
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int], None]:
     """The launch of one config, as `launch` makes it, for any batch up to the shape's."""
-    traits = usual_traits(shape, per_token_lens=per_token_lens)
-
-    def prepared(
-        q: Tensor, kv_cache: Tensor, weights: Tensor, context_lens: Tensor, block_tables: Tensor, out: Tensor,
-        max_columns: int,
-    ) -> None:  # fmt: skip
-        own = shape if q.shape[0] == shape.batch_size else dataclasses.replace(shape, batch_size=q.shape[0])
-        launch(q, kv_cache, weights, context_lens, block_tables, out, max_columns, own, config, traits)
-
-    return prepared
+    return bind(launch, shape, config, per_token_lens)

@@ -24,8 +24,8 @@ def usual_traits(shape: Shape, *, per_token_lens: bool = False, page_stride: int
     return Traits(per_token_lens, page_stride or shape.block_kv * (shape.head_dim + SCALE_BYTES), True)
 
 
-def _rows_aligned(weights: Tensor, context_lens: Tensor) -> bool:
-    # A row's offset in elements must fit 32 bits, too.
+def rows_aligned(weights: Tensor, context_lens: Tensor) -> bool:
+    """Whether TMA can read the weights, their address apart; offsets in elements must fit 32 bits, too."""
     rows, stride = weights.shape[0], weights.stride(0)
     lens = context_lens.shape[0] * context_lens.stride(0)
     return rows <= 1 or (stride % 4 == 0 and rows * stride < 1 << 31 and lens < 1 << 31)
@@ -38,5 +38,5 @@ def traits_of(kv_cache: Tensor, weights: Tensor, context_lens: Tensor) -> Traits
         context_lens.dim() == 2,
         kv_cache.stride(0) if kv_cache.shape[0] > 1 else block_kv * width,
         weights.is_contiguous() and weights.data_ptr() % 16 == 0,
-        weights.data_ptr() % 16 == 0 and _rows_aligned(weights, context_lens),
+        weights.data_ptr() % 16 == 0 and rows_aligned(weights, context_lens),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 import torch
@@ -11,8 +10,9 @@ from torch import Tensor
 from tilewise.errors import InvalidTensorError
 from tilewise.kernels.paged_mqa_logits.gfx950 import build
 from tilewise.kernels.paged_mqa_logits.gfx950.kernels import _paged_mqa_logits_kernel
+from tilewise.kernels.paged_mqa_logits.prepared import bind
 from tilewise.kernels.paged_mqa_logits.spec import MAX_NEXT_N, Config, Shape
-from tilewise.kernels.paged_mqa_logits.traits import Traits, usual_traits
+from tilewise.kernels.paged_mqa_logits.traits import Traits
 
 MAX_BYTES_32 = 1 << 31  # what a 32-bit offset within a request may reach
 MAX_INT32 = MAX_BYTES_32 - 1
@@ -111,13 +111,4 @@ def prepare(
     shape: Shape, config: Config, *, per_token_lens: bool = False, device: int = 0
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int], None]:
     """The launch of one config, as `launch` makes it, for any batch up to the shape's."""
-    traits = usual_traits(shape, per_token_lens=per_token_lens)
-
-    def prepared(
-        q: Tensor, kv_cache: Tensor, weights: Tensor, context_lens: Tensor, block_tables: Tensor, out: Tensor,
-        max_columns: int,
-    ) -> None:  # fmt: skip
-        own = shape if q.shape[0] == shape.batch_size else dataclasses.replace(shape, batch_size=q.shape[0])
-        launch(q, kv_cache, weights, context_lens, block_tables, out, max_columns, own, config, traits)
-
-    return prepared
+    return bind(launch, shape, config, per_token_lens)
