@@ -179,9 +179,10 @@ def prepare(
     """One launch bound to its kernel, compiled and loaded, for calls that repeat: no choice and no checks any more.
 
     The result is called with the tensors of `paged_mqa_logits`, which must be as it wants them and on `device` (for the
-    Hopper kernel with weights whose rows start at multiples of 16 bytes), `out`, and the number of columns that both `out` and the table have. Their batch may be smaller than the shape's, and
-    their addresses may change; a cache has no gaps between its pages unless the kernel is Hopper's. `per_token_lens`:
-    context_lens will be [batch_size, next_n]. Nothing in a call allocates, compiles or reads the device.
+    Hopper kernel with weights whose rows start at multiples of 16 bytes), `out`, and the number of columns that both
+    `out` and the table have. Their batch may be smaller than the shape's, and their addresses may change; a cache has
+    no gaps between its pages unless the kernel is Hopper's. `per_token_lens`: context_lens will be
+    [batch_size, next_n]. Nothing in a call allocates, compiles or reads the device.
 
     Raises InvalidConfigError where the config may not launch.
     """
