@@ -17,7 +17,6 @@ import queue
 import random
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,12 +27,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
-try:
-    import tilewise  # noqa: F401
-except ImportError:  # not installed: the checkout itself is the package
-    _link = Path(tempfile.mkdtemp()) / "tilewise"
-    _link.symlink_to(ROOT)
-    sys.path.insert(0, str(_link.parent))
+import checkout  # type: ignore[import-not-found]  # noqa: E402, F401
 
 from tilewise.kernels.arch import ARCHS, current_arch  # noqa: E402
 from tilewise.kernels.paged_mqa_logits.sm90 import space  # noqa: E402

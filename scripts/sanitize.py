@@ -15,7 +15,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -24,12 +23,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
-try:
-    import tilewise  # noqa: F401
-except ImportError:  # not installed: the checkout itself is the package
-    _link = Path(tempfile.mkdtemp()) / "tilewise"
-    _link.symlink_to(ROOT)
-    sys.path.insert(0, str(_link.parent))
+import checkout  # type: ignore[import-not-found]  # noqa: E402, F401
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 LENS = (1500, 0, 77, 2048, 64, 1)
