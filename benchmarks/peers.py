@@ -32,16 +32,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
-try:
-    import tilewise  # noqa: F401
-except ImportError:  # not installed: the checkout itself is the package
-    _link = Path(tempfile.gettempdir()) / f"tilewise-checkout-{os.getuid()}" / "tilewise"
-    _link.parent.mkdir(exist_ok=True)
-    if not _link.exists():
-        _link.unlink(missing_ok=True)
-        _link.symlink_to(ROOT)
-    sys.path.insert(0, str(_link.parent))
-
+sys.path.append(str(ROOT / "tests"))
+import checkout  # type: ignore[import-not-found]  # noqa: E402, F401
 import peers_rows as rows_file  # noqa: E402
 import peers_summary as summary  # noqa: E402
 from peers_entries import GROUPS, Entry, base_row, entries  # noqa: E402
