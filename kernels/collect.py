@@ -112,14 +112,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _steps(targets: Sequence[Target]) -> list[Step]:
     # The second pass of a shape runs as long after the first as the run allows.
-    first = [Step(target, FIRST_PASS) for target in targets]
-    second = [Step(target, SECOND_PASS) for target in targets if target.judged]
-    return first + second
+    first = [Step(target, FIRST_PASS) for target in targets if not target.duel]
+    second = [Step(target, SECOND_PASS) for target in targets if target.judged and not target.duel]
+    return first + second + [Step(target, DUEL_PASS) for target in targets if target.duel]
 
 
 def _candidates(step: Step, arch: Arch, args: argparse.Namespace) -> list[Config]:
     every = candidates(step.target.shape, arch) if step.target.configs is None else list(step.target.configs)
-    if args.budget is None or step.target.judged or len(every) <= args.budget:
+    if args.budget is None or step.target.judged or step.target.duel or len(every) <= args.budget:
         return every
     drawn = random.Random(f"{args.seed}/{step.target.shape}").sample(every[1:], args.budget - 1)
     return [every[0], *drawn]
@@ -134,7 +134,7 @@ def _measure(steps: Sequence[Step], arch: Arch, args: argparse.Namespace, parts:
     environment = _environment(arch, args.commit)
     left = len(steps)
     with tqdm(total=left, unit="shape", smoothing=0.05, mininterval=5, dynamic_ncols=True) as bar:
-        for pass_index in (FIRST_PASS, SECOND_PASS):
+        for pass_index in (FIRST_PASS, SECOND_PASS, DUEL_PASS):
             layouts = dict.fromkeys(_layout(step) for step in steps)
             for layout in layouts:
                 group = [step for step in steps if _layout(step) == layout and step.pass_index == pass_index]
@@ -173,7 +173,8 @@ def _do_step(
     seed = args.seed + step.pass_index
     problem = make_problem(target.shape, target.context_lens, pool, arch, logits_width=width, seed=seed)
     before = _clock_mhz()
-    timings = time_candidates(problem, configs, arch, rounds=args.rounds, seed=seed)
+    rounds = args.duel_rounds if step.pass_index == DUEL_PASS else args.rounds
+    timings = time_candidates(problem, configs, arch, rounds=rounds, seed=seed)
     for timing in timings:
         if timing.status == "runtime" and "error" in (timing.reason or "").lower():
             _note_failure(run_dir, step, timing)  # the context may be gone: start over without this candidate

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ class Target:
     contexts: str  # name of the distribution
     judged: bool = False
     configs: tuple[Config, ...] | None = None  # to time; None: every candidate
+    duel: bool = False  # timed as a duel alone: its configs in turn, in one pass that names no best one
 
 
 def draw_contexts(distribution: str, batch_size: int, top: int, seed: int) -> tuple[int, ...]:
@@ -145,7 +146,8 @@ def read_targets(path: Path) -> list[Target]:
     """Targets from JSON lines: the fields of Shape, and `contexts` with the name of a distribution if not uniform.
 
     A line may also have the lengths that were drawn (`context_lens`) and the `configs` to time, as `tilewise suggest`
-    writes it; `expected_loss` and `reasons` are for the reader. Raises InvalidProfileError with the line number for a
+    writes it, and `"duel": true` where they are to be timed as a duel alone, as `tilewise evaluate --duels-out` writes
+    it; `expected_loss` and `reasons` are for the reader. Raises InvalidProfileError with the line number for a
     line that is not such an object.
     """
     found = []
@@ -158,6 +160,9 @@ def read_targets(path: Path) -> list[Target]:
             judged = values.pop("judged", False)
             given = values.pop("context_lens", None)
             configs = values.pop("configs", None)
+            duel = bool(values.pop("duel", False))
+            if duel and not configs:
+                raise ValueError("a duel must name its configs")
             for name in ("expected_loss", "reasons"):
                 values.pop(name, None)
             chosen = None if configs is None else tuple(Config.from_dict(config) for config in configs)
@@ -173,5 +178,22 @@ def read_targets(path: Path) -> list[Target]:
             raise InvalidProfileError(f"{path}, line {number}: {error}") from error
         mean = sum(lens) // max(1, len(lens))
         real = Shape(**{**values, "max_context_len": max(lens, default=0), "mean_context_len": mean})
-        found.append(Target(real, lens, contexts, bool(judged), chosen))
+        found.append(Target(real, lens, contexts, bool(judged), chosen, duel))
     return found
+
+
+def target_line(one: Target, configs: Sequence[Config] | None = None, *, duel: bool = False) -> dict[str, object]:
+    """What `read_targets` reads as this target, with `configs` to time instead of its own."""
+    chosen = one.configs if configs is None else configs
+    line: dict[str, object] = {
+        **one.shape.to_dict(),
+        "contexts": one.contexts,
+        "context_lens": list(one.context_lens),
+    }
+    if one.judged and not duel:
+        line["judged"] = True
+    if duel or one.duel:
+        line["duel"] = True
+    if chosen is not None:
+        line["configs"] = [config.to_dict() for config in chosen]
+    return line

@@ -2,11 +2,13 @@
 
 Judged are the shapes of which every config on offer was tried in two passes. The first pass names each shape's best
 config; all times that are compared come from the second, which is independent of that choice. So the least of many
-noisy timings neither flatters nor blames (and no pick is credited for beating the named best).
+noisy timings neither flatters nor blames (and no pick is credited for beating the named best). Where two configs were
+duelled, replayed in turn in one pass of one run, the ratio of their times is that of their duels.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +39,18 @@ class Judged:
     second_us: Floats  # NaN where a config failed
     reference_us: float  # second-pass time of the config that the first pass calls best
     default: int  # index of the default config
+    best: int  # index of the config that the first pass calls best
+    duels: tuple[Mapping[int, float], ...] = ()  # microseconds of each index, one mapping a run
+
+    def ratio(self, at: int, other: int, duels: bool = True) -> tuple[float, bool]:
+        """How many times as long one config takes as another, and whether duels say so; NaN where one has no time.
+
+        Of several duels it is the geometric mean. Without one, or without `duels`, it is that of the second pass.
+        """
+        found = [math.log(run[at] / run[other]) for run in self.duels if at in run and other in run] if duels else []
+        if found and at != other:
+            return math.exp(sum(found) / len(found)), True
+        return float(self.second_us[at] / self.second_us[other]), False
 
 
 def judging_set(measured: Measurements, arch: Arch, offer: Offer | None = None) -> list[Judged]:
@@ -58,7 +72,13 @@ def judging_set(measured: Measurements, arch: Arch, offer: Offer | None = None) 
             continue
         best = first_best(configs, first)
         assert best is not None  # not all failed
-        found.append(Judged(shape_id, shape, own, configs, second, float(second[best]), configs.index(default)))
+        index = {place[config]: n for n, config in enumerate(configs)}
+        duels = tuple(
+            {index[config]: us for config, us in run.items() if config in index}
+            for run in measured.duels.get(shape_id, ())
+        )
+        reference_us = float(second[best])
+        found.append(Judged(shape_id, shape, own, configs, second, reference_us, configs.index(default), best, duels))
     return found
 
 
@@ -108,18 +128,20 @@ def noise_margin(measured: Measurements) -> float:
     return float(np.clip(noise["p90"], 0.001, 0.03))
 
 
-def figures(judged: Sequence[Judged], picks: Mapping[int, int | None]) -> dict[str, Any]:
-    """Regret of some picks. One without a time counts as a failure, at the time of the shape's slowest config."""
+def figures(judged: Sequence[Judged], picks: Mapping[int, int | None], *, duels: bool = True) -> dict[str, Any]:
+    """Regret of some picks. One without a time counts as a failure, at the time of the shape's slowest config.
+
+    Without `duels`, all of it by the second pass.
+    """
     regret, failures, strict, against = [], 0, [], []
     for one in judged:
         at = picks[one.shape_id]
-        time = np.nan if at is None else one.second_us[at]
-        if np.isnan(time):
+        if at is None or np.isnan(one.second_us[at]):
             failures += 1
-            time = np.nanmax(one.second_us)
-        regret.append(max(1.0, time / one.reference_us))
-        strict.append(time / np.nanmin(one.second_us))
-        against.append(time / one.second_us[one.default])
+            at = int(np.nanargmax(one.second_us))
+        regret.append(max(1.0, one.ratio(at, one.best, duels)[0]))
+        strict.append(one.second_us[at] / np.nanmin(one.second_us))
+        against.append(one.ratio(at, one.default, duels)[0])
     ratio = np.array(regret)
     return {
         "geomean_regret": geomean(ratio),

@@ -16,7 +16,7 @@ from tilewise.kernels.paged_mqa_logits.spec import CONFIG_FIELDS, SHAPE_FIELDS, 
 from tilewise.kernels.registry import kernel_source_hash
 from tilewise.models.merging import contradicted, of_another_compiler
 
-FIRST, SECOND = 0, 1  # pass_index; later passes are duels of a few configs
+FIRST, SECOND, DUEL = 0, 1, 2  # pass_index; a duel is of a few configs, replayed in turn
 TOOLCHAIN = ("triton_version", "torch_version", "runtime", "driver")  # columns: what else the timings depend on
 
 Floats = npt.NDArray[np.float64]
@@ -46,6 +46,8 @@ class Measurements:
     rows: int  # kept
     dropped: Mapping[str, int]  # reason to rows that were not used
     toolchain: Mapping[str, list[str]]  # column of TOOLCHAIN to the versions in the rows that were kept, sorted
+    # Of each shape that has duels, the microseconds of each config_id in it, one mapping a run.
+    duels: Mapping[int, tuple[Mapping[int, float], ...]] = dataclasses.field(default_factory=dict)
 
     def cells(self, shape_id: int) -> slice:
         """The cells of one shape."""
@@ -144,7 +146,25 @@ def measurements(columns: Mapping[str, Sequence[Any]], *, op: str, arch: str) ->
         len(at),
         dict(dropped),
         toolchain,
+        _duels(columns, at, shape_id, config_id, latency),
     )
+
+
+def _duels(
+    columns: Mapping[str, Sequence[Any]], at: Ints, shape_id: Ints, config_id: Ints, latency_us: Floats
+) -> dict[int, tuple[dict[int, float], ...]]:
+    """Times of the same duel, which may be compared: of one shape in one run."""
+    timed = (np.asarray(columns["pass_index"])[at] >= DUEL) & ~np.isnan(latency_us)
+    times: dict[int, dict[str, dict[int, list[float]]]] = {}
+    for row in np.flatnonzero(timed).tolist():
+        run = times.setdefault(int(shape_id[row]), {}).setdefault(str(columns["run_id"][at[row]]), {})
+        run.setdefault(int(config_id[row]), []).append(float(latency_us[row]))
+    return {
+        shape: tuple(
+            {config: float(np.exp(np.log(us).mean())) for config, us in runs[run].items()} for run in sorted(runs)
+        )
+        for shape, runs in times.items()
+    }
 
 
 def _cell_of(columns: Mapping[str, Sequence[Any]], at: Ints) -> Ints:

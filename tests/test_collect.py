@@ -17,7 +17,7 @@ from tilewise.errors import InvalidProfileError, InvalidShapeError, UnsupportedE
 from tilewise.kernels import collect
 from tilewise.kernels.arch import get_arch
 from tilewise.kernels.paged_mqa_logits.spec import Config, Shape, candidates
-from tilewise.kernels.shape_sets import DISTRIBUTIONS, SETS, draw_contexts, named_set, read_targets, target
+from tilewise.kernels.shape_sets import DISTRIBUTIONS, SETS, draw_contexts, named_set, read_targets, target, target_line
 
 H200 = get_arch("h200")
 PROFILE = Path(__file__).parent.parent / "data" / "profiles" / "paged_mqa_logits" / "h200.parquet"
@@ -86,6 +86,25 @@ def test_steps_run_second_passes_last_and_keys_tell_them_apart() -> None:
     steps = collect._steps(targets)
     assert [step.pass_index for step in steps] == [0, 0, 0, 1]
     assert len({step.key for step in steps}) == len(steps)
+
+
+def test_a_duel_is_one_step_of_its_own_pass_after_all_others(tmp_path: Path) -> None:
+    """Its times are compared with each other alone: they must not say which config of a shape is best."""
+    judged = target(16, 6, 32, 4096, judged=True, contexts="half_empty")
+    few = candidates(judged.shape, H200)[:3]
+    lines = [target_line(judged), target_line(judged, few, duel=True), target_line(target(7, 5, 64, 3000))]
+    path = tmp_path / "shapes.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    targets = read_targets(path)
+    assert [(one.judged, one.duel) for one in targets] == [(True, False), (False, True), (False, False)]
+    assert {one.context_lens for one in targets[:2]} == {judged.context_lens}
+    steps = collect._steps(targets)
+    assert [step.pass_index for step in steps] == [0, 0, 1, collect.DUEL_PASS]
+    assert collect._candidates(steps[-1], H200, arguments("--budget", "2")) == few
+    assert len({step.key for step in steps}) == len(steps)
+    path.write_text(json.dumps({**target_line(judged), "duel": True}))
+    with pytest.raises(InvalidProfileError, match="line 1: a duel must name its configs"):
+        read_targets(path)
 
 
 def test_budget_keeps_the_default_and_spares_judged_shapes() -> None:

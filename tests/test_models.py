@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ import trained
 from tilewise.errors import InvalidBundleError, InvalidProfileError
 from tilewise.kernels.arch import ARCHS
 from tilewise.kernels.paged_mqa_logits import spec
-from tilewise.kernels.paged_mqa_logits.spec import Config, Shape
+from tilewise.kernels.paged_mqa_logits.spec import Config, Shape, candidates
 from tilewise.models.choice import choose, first_best
 from tilewise.models.evaluate import evaluate
 from tilewise.models.features import (
@@ -30,7 +31,7 @@ from tilewise.models.fit import RANK_MEMBERS, examples, fit_level, fit_rank
 from tilewise.models.forest import export
 from tilewise.models.guard import FEWEST_TRIALS, Guard, Needed, Trial, needed_gain
 from tilewise.models.holdout import edge_splits, fold_splits, hold_out, reach_of, trials, value_splits
-from tilewise.models.judging import assign_folds, figures, judging_set, noise_margin, noise_of
+from tilewise.models.judging import Judged, assign_folds, figures, judging_set, noise_margin, noise_of
 from tilewise.models.measurements import measurements
 from tilewise.models.regime import Regime
 from tilewise.models.smooth import Smooth
@@ -266,6 +267,33 @@ def test_evaluation_names_its_figures_and_the_model_beats_the_baselines() -> Non
     assert result["noise"]["pairs"] == len(trained.rows()) / 2
     again = evaluate(columns, op=trained.OP, arch="h200", folds=3, seeds=2, leave_out=("heads", "max_context_len"))
     assert again == result
+
+
+def test_a_duel_replaces_the_second_pass_where_one_run_has_both_configs() -> None:
+    shape = trained.SHAPES[0]
+    offer = candidates(shape, trained.ARCH)[:3]
+
+    def row(at: int, pass_index: int, us: float, run_id: str = "a") -> dict[str, Any]:
+        times = {"latency_us": us, "latency_p20_us": us, "latency_p80_us": us}
+        return synthetic.synthetic_row(shape, offer[at], pass_index=pass_index, run_id=run_id, **times)
+
+    passes = [row(at, index, us) for index in (0, 1) for at, us in enumerate((100.0, 101.0, 108.0))]
+
+    def judged(*duels: dict[str, Any]) -> Judged:
+        table = measurements(trained.columns([*passes, *duels]), op=trained.OP, arch="h200")
+        (one,) = judging_set(table, trained.ARCH, lambda _: offer)
+        return one
+
+    assert judged().ratio(2, 0) == (pytest.approx(1.08), False)
+    apart = judged(row(2, 2, 103.0, "b"), row(0, 2, 100.0, "c"))
+    assert apart.ratio(2, 0) == (pytest.approx(1.08), False), "times of two runs were compared"
+    one = judged(row(2, 2, 103.0, "b"), row(0, 2, 100.0, "b"), row(2, 2, 202.0, "c"), row(0, 2, 200.0, "c"))
+    assert one.ratio(2, 0) == (pytest.approx((1.03 * 1.01) ** 0.5), True)
+    assert one.ratio(2, 1) == (pytest.approx(108 / 101), False)
+    assert one.ratio(0, 0) == (1.0, False)
+    assert (one.best, one.reference_us) == (0, 100.0), "a duel has to leave the reference alone"
+    assert figures([one], {one.shape_id: 2})["worst_regret"] == pytest.approx((1.03 * 1.01) ** 0.5)
+    assert figures([one], {one.shape_id: 2}, duels=False)["worst_regret"] == pytest.approx(1.08)
 
 
 def test_held_out_times_do_not_reach_the_prediction() -> None:
