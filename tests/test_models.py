@@ -287,7 +287,7 @@ def test_a_duel_replaces_the_second_pass_where_one_run_has_both_configs() -> Non
     assert judged().ratio(2, 0) == (pytest.approx(1.08), False)
     apart = judged(row(2, 2, 103.0, "b"), row(0, 2, 100.0, "c"))
     assert apart.ratio(2, 0) == (pytest.approx(1.08), False), "times of two runs were compared"
-    one = judged(row(2, 2, 103.0, "b"), row(0, 2, 100.0, "b"), row(2, 2, 202.0, "c"), row(0, 2, 200.0, "c"))
+    one = judged(row(2, 2, 103.0, "b"), row(0, 2, 100.0, "b"), row(2, 2, 106.05, "c"), row(0, 2, 105.0, "c"))
     assert one.ratio(2, 0) == (pytest.approx((1.03 * 1.01) ** 0.5), True)
     assert one.ratio(2, 1) == (pytest.approx(108 / 101), False)
     assert one.ratio(0, 0) == (1.0, False)
