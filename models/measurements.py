@@ -117,6 +117,7 @@ def measurements(columns: Mapping[str, Sequence[Any]], *, op: str, arch: str) ->
     latency = np.array([columns["latency_us"][i] for i in at.tolist()], dtype=np.float64)  # None becomes NaN
     latency[~timed[at]] = np.nan
     pass_index = np.asarray(columns["pass_index"])[at]
+    run_id = np.array([str(columns["run_id"][i]) for i in at.tolist()])
 
     cell = shape_id * len(configs) + config_id
     cells, inverse = np.unique(cell, return_inverse=True)
@@ -131,7 +132,7 @@ def measurements(columns: Mapping[str, Sequence[Any]], *, op: str, arch: str) ->
 
     first = mean(pass_index == FIRST, log)
     second = mean(pass_index == SECOND, log)
-    every = mean(np.ones(len(at), bool), _aligned(log, np.log(first)[inverse], shape_id, pass_index))
+    every = mean(np.ones(len(at), bool), _aligned(log, np.log(first)[inverse], shape_id, pass_index, run_id))
     return Measurements(
         op,
         arch,
@@ -174,11 +175,14 @@ def _cell_of(columns: Mapping[str, Sequence[Any]], at: Ints) -> Ints:
     return np.fromiter((found.setdefault(row, len(found)) for row in zip(*picked, strict=True)), np.int64, len(at))
 
 
-def _aligned(log: Floats, first: Floats, shape_id: Ints, pass_index: Ints) -> Floats:
-    """[rows] log times with each later pass of each shape shifted to the first one."""
+def _aligned(log: Floats, first: Floats, shape_id: Ints, pass_index: Ints, run_id: npt.NDArray[np.str_]) -> Floats:
+    """[rows] log times with each later pass of each shape, in each run, shifted to the first one."""
     shifted = log.copy()
-    for number in sorted(set(pass_index.tolist()) - {FIRST}):
-        of_pass = np.flatnonzero(pass_index == number)
+    keys = sorted(set(zip(pass_index.tolist(), run_id.tolist(), strict=True)))
+    for number, run in keys:
+        if number == FIRST:
+            continue
+        of_pass = np.flatnonzero((pass_index == number) & (run_id == run))
         for shape in np.unique(shape_id[of_pass]):
             rows = of_pass[shape_id[of_pass] == shape]
             gap = log[rows] - first[rows]
