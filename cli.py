@@ -15,6 +15,7 @@ from typing import Any
 
 from tilewise import __version__
 from tilewise import cli_commands as commands
+from tilewise import cli_duels as duels
 from tilewise.cli_commands import FALLBACK_ARCH
 from tilewise.data.records import COLUMNS, shorten
 from tilewise.errors import TilewiseError
@@ -179,6 +180,7 @@ def add_evaluate(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="judge the one config for every context instead, as under a captured graph",
     )
+    duels.add_arguments(parser)
 
 
 def _between(low: int, high: int) -> Callable[[str], int]:

@@ -9,7 +9,7 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilewise import __version__
+from tilewise import __version__, cli_duels
 from tilewise.cli_output import (
     note,
     print_decision,
@@ -136,9 +136,12 @@ def run_evaluate(args: argparse.Namespace) -> int:
             seed=args.seed,
             seeds=1 if args.quick else args.seeds,
             leave_out=args.leave_out or (() if args.quick else LEAVE_OUT),
+            limit=args.duels_limit,
             jobs=args.jobs,
             progress=progress,
         )
+    if args.duels_out is not None:
+        cli_duels.write(result["beyond"], arch, args)
     print_json(result) if args.json else print_evaluation(result)
     return 0
 

@@ -81,6 +81,8 @@ def print_evaluation(result: dict[str, Any]) -> None:
         print(f"{name:<10}" + "".join(f"{figures[figure]:>16.4f}" for figure in FIGURES))
     print()
     print_fields({name: f"{result[name]:.4f}" for name in GUARDED}, width=28)
+    print(f"\n{result['duelled']:g} picks a seed were judged by a duel; by the second pass alone:")
+    print_fields({name: f"{result[f'second_pass_{name}']:.4f}" for name in FIGURES[:3]}, width=28)
     for name, left_out in result.items():
         if not name.startswith("leave_one_"):
             continue

@@ -2,7 +2,8 @@
 
 The judging set and the figures are those of judging.py. The model and the gain that is asked of its picks (guard.py)
 come from all passes over other shapes, as when it is trained. The exact rung is off. Shapes that are nearly the same
-share a fold. A pick without a time counts as a failure.
+share a fold. A pick without a time counts as a failure. Where the profile has a duel of a pick and its shape's best,
+that says how much the pick loses; the figures of the second pass alone stand beside.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from tilewise.errors import InvalidProfileError
 from tilewise.kernels.arch import Arch, get_arch
 from tilewise.models.baselines import best_configs, nearest_pick, rule_pick
 from tilewise.models.choice import choose, first_best
+from tilewise.models.duels import LIMIT, beyond
 from tilewise.models.fit import Examples, examples
 from tilewise.models.guard import BEYOND_CONFIDENCE, CONFIDENCE, INSIDE, Guard, Trial, needed_gain
 from tilewise.models.holdout import (
@@ -46,7 +48,16 @@ DEFAULT_SEEDS = 5
 LEAVE_OUT = ("batch_size", "next_n", "max_context_len", "heads")
 NAMES = {"max_context_len": "context"}  # of a field, in leave_one_<...>_out
 # Of these figures the largest over the seeds is the result; of the others, the mean.
-WORST = ("worst_regret", "worst_against_default", "failures", "predicted_time_worst_error")
+WORST = (
+    "worst_regret", "worst_against_default", "failures", "predicted_time_worst_error", "second_pass_worst_regret",
+    "second_pass_worst_against_default",
+)  # fmt: skip
+SECOND_PASS = (
+    "geomean_regret",
+    "p90_regret",
+    "worst_regret",
+    "worst_against_default",
+)  # figures that are given so, too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +108,7 @@ def evaluate(
     folds: int = DEFAULT_FOLDS,
     leave_out: Sequence[str] = (),
     offer: Offer | None = None,
+    limit: float = LIMIT,
     jobs: int = 1,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
@@ -104,7 +116,8 @@ def evaluate(
 
     `seeds` of the folds and of training are tried, from `seed` on: figures are means over them, and those of WORST the
     worst of them. `leave_out` names shape fields of which each value is held out in turn (LEAVE_OUT has the usual
-    ones). `offer` gives the configs on offer for a shape; left out, it is the op's own `candidates`.
+    ones). `offer` gives the configs on offer for a shape; left out, it is the op's own `candidates`. Picks that lose
+    more than `limit` with any seed are listed as `beyond` (duels.py).
     Raises InvalidProfileError where no shape can be judged.
     """
     measured = measurements(columns, op=op, arch=arch)
@@ -116,6 +129,7 @@ def evaluate(
         folds=folds,
         leave_out=leave_out,
         offer=offer,
+        limit=limit,
         jobs=jobs,
         progress=progress,
     )[0]
@@ -130,6 +144,7 @@ def evaluate_measurements(
     folds: int = DEFAULT_FOLDS,
     leave_out: Sequence[str] = (),
     offer: Offer | None = None,
+    limit: float = LIMIT,
     jobs: int = 1,
     progress: Progress | None = None,
 ) -> tuple[dict[str, Any], list[Trial]]:
@@ -145,10 +160,12 @@ def evaluate_measurements(
     by_seed: list[dict[str, Any]] = []
     inside: list[Trial] = []
     by_shape: list[dict[str, Any]] = []
+    every: list[dict[int, Pick]] = []
     for number in range(seed, seed + seeds):
         bench = Bench(measured, arch, data, judged, noise, number, jobs, progress)
         found, tried, picks = _folds(bench, folds, f"evaluate, seed {number}" if seeds > 1 else "evaluate")
         by_seed.append(found)
+        every.append(picks)
         if number == seed:
             inside, by_shape = tried, _by_shape(judged, picks)
     result: dict[str, Any] = {
@@ -169,6 +186,7 @@ def evaluate_measurements(
     bench = Bench(measured, arch, data, judged, noise, seed, jobs, progress)
     for field in leave_out:
         result[f"leave_one_{NAMES.get(field, field)}_out"] = _leave_one_out(bench, field, inside)
+    result["beyond"] = beyond(judged, [{at: found.chosen for at, found in picks.items()} for picks in every], limit)
     # Of the first seed: what was picked for each judged shape, and each trial's predicted and real gain.
     result["by_shape"] = by_shape
     result["trials"] = [[round(float(np.expm1(gain)), 6) for gain in (one.predicted, one.real)] for one in inside]
@@ -251,8 +269,15 @@ def _figures(bench: Bench, picks: Mapping[int, Pick]) -> dict[str, Any]:
         for one in judged
         if (at := picks[one.shape_id].chosen) is not None and not np.isnan(one.second_us[at])
     ]
+    chosen = {at: found.chosen for at, found in picks.items()}
+    second = figures(judged, chosen, duels=False)
     return {
-        **figures(judged, {at: found.chosen for at, found in picks.items()}),
+        **figures(judged, chosen),
+        # How many are judged by a duel, and what the second pass alone says of all.
+        "duelled": sum(
+            at is not None and one.ratio(at, one.best)[1] for one in judged for at in [chosen[one.shape_id]]
+        ),
+        **{f"second_pass_{name}": second[name] for name in SECOND_PASS},
         "abstentions": float(np.mean([picks[one.shape_id].abstained for one in judged])),
         "changed": float(np.mean([picks[one.shape_id].chosen != one.default for one in judged])),
         "predicted_time_median_error": float(np.median(error)),

@@ -29,7 +29,7 @@ from tilewise.models.regime import GROUP, RANGES, Regime, range_value
 from tilewise.models.transfer import transfer
 from tilewise.models.weights import traffic_weights
 
-LONG = ("by_seed", "by_shape", "trials")  # of an evaluation, what the bundle does not keep
+LONG = ("by_seed", "by_shape", "trials", "beyond")  # of an evaluation, what the bundle does not keep
 
 
 def train(

@@ -24,7 +24,8 @@ from tilewise.data import store
 from tilewise.data.convert import read_rows
 from tilewise.data.records import COLUMN_NAMES
 from tilewise.dispatch.selector import Selector
-from tilewise.kernels.paged_mqa_logits.spec import SHAPE_FIELDS, Shape
+from tilewise.kernels.paged_mqa_logits.spec import SHAPE_FIELDS, Config, Shape
+from tilewise.kernels.shape_sets import read_targets, target, target_line
 from tilewise.models.bundle import Bundle
 
 BAD_SEEDS = ("-1", str(1 << 32), "1.5", "x", "")
@@ -155,6 +156,36 @@ def test_evaluate_prints_the_figures_beside_the_baselines(tilewise: Any, capsys:
     lines = [line.split() for line in capsys.readouterr().out.splitlines()[3:7]]
     assert [line[0] for line in lines] == ["model", "default", "rule", "nearest"]
     assert lines[0][1:] == [f"{result[key]:.4f}" for key in cli_output.FIGURES]
+
+
+def test_evaluate_writes_the_picks_that_lose_too_much_for_the_collector(tilewise: Any, tmp_path: Path) -> None:
+    plan, shapes = tmp_path / "plan.jsonl", tmp_path / "shapes.jsonl"
+    targets = [
+        target(one.batch_size, one.next_n, one.heads, one.max_context_len, judged=True) for one in synthetic.SHAPES
+    ]
+    shapes.write_text("".join(json.dumps(target_line(one)) + "\n" for one in targets[::2]))
+    words = ("evaluate", "--arch", ARCH, "--quick", "--json", "--duels-out", plan, "--duels-limit")
+    code, out, err = tilewise(*words, "0", "--shapes", shapes)
+    assert code == 0
+    result = json.loads(out)
+    assert result["duelled"] == 0
+    assert result["second_pass_worst_regret"] == result["worst_regret"] > 1.0
+    assert result["beyond"][0]["regret"] == result["worst_regret"]
+    known = {one.shape for one in targets[::2]}
+    listed = {Shape(**entry["shape"]): entry for entry in result["beyond"]}
+    assert 0 < len(listed) < len(targets)
+    lines = read_targets(plan)
+    assert {one.shape for one in lines} == known & set(listed)
+    for one in lines:
+        entry = listed[one.shape]
+        assert one.duel
+        assert not one.judged
+        named = [Config.from_dict(config) for config in (*entry["picks"], entry["best"], entry["default"])]
+        assert one.configs == tuple(dict.fromkeys(named))
+    left = len(set(listed) - known)
+    assert (f"{left} more are not in {shapes}" in err) == (left > 0)
+    code, out, _ = tilewise(*words, "10")
+    assert (code, json.loads(out)["beyond"], plan.read_text()) == (0, [], "")
 
 
 def test_train_prints_the_metrics_of_held_out_shapes(tilewise: Any, home: Path, tmp_path: Path) -> None:

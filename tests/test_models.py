@@ -296,6 +296,22 @@ def test_a_duel_replaces_the_second_pass_where_one_run_has_both_configs() -> Non
     assert figures([one], {one.shape_id: 2}, duels=False)["worst_regret"] == pytest.approx(1.08)
 
 
+def test_a_duel_of_a_losing_pick_counts_in_the_evaluation() -> None:
+    before = evaluate(trained.columns(trained.rows()), op=trained.OP, arch="h200", folds=3, limit=0.0)
+    entry = before["beyond"][0]
+    assert (before["duelled"], entry["regret"], entry["duelled"]) == (0, before["worst_regret"], False)
+    shape = Shape(**entry["shape"])
+    time = synthetic.synthetic_us(shape, Config.from_dict(entry["best"]), "h200")
+    even = {"latency_us": time, "latency_p20_us": time, "latency_p80_us": time, "run_id": "duel"}
+    duel = [
+        synthetic.synthetic_row(shape, Config.from_dict(config), pass_index=2, **even) for config in entry["configs"]
+    ]
+    after = evaluate(trained.columns([*trained.rows(), *duel]), op=trained.OP, arch="h200", folds=3, limit=0.0)
+    assert after["duelled"] == 1
+    assert entry["shape"] not in [one["shape"] for one in after["beyond"]]
+    assert after["second_pass_worst_regret"] >= entry["regret"] * (1 - 1e-9)
+
+
 def test_held_out_times_do_not_reach_the_prediction() -> None:
     """Spoiling held-out shapes' own times must not change what is predicted for them."""
     table = measured()
