@@ -1,10 +1,13 @@
 """How many timings the model needs, chosen by `tilewise suggest` or drawn at random: a replay of measured launches.
 
-    python benchmarks/learning_curve.py [--arch h200] [--repeats 3] [--out benchmarks/results/learning_curve_h200.json]
+    python benchmarks/learning_curve.py [--arch h200] [--repeats 12] [--out benchmarks/results/learning_curve_h200.json]
 
 The pool is the first pass of the profile less a held-out half of the judging shapes; timing a launch means looking it
-up. Both ways start from the same timings, are refitted after each batch, and are judged on the held-out shapes by the
-second pass. Regret is the geometric mean of the pick's time over the best's; no guard, so that the model alone shows.
+up. Both ways are refitted after each batch, as the shipped model is, and judged on the held-out shapes by the second
+pass. Regret is the geometric mean of the pick's time over the best's; no guard, so that the model alone shows. Each
+repeat holds out another half. The final regret is that of all timings of the pool; it is reached by the first batch
+from which the mean over the repeats is not above it. How sure that is, the difference within each repeat says: its
+mean over the repeats and the standard error of that.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import argparse
 import dataclasses
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +27,23 @@ from tilewise.kernels.arch import Arch, get_arch
 from tilewise.models.bundle import unsquash
 from tilewise.models.choice import first_best
 from tilewise.models.features import config_columns, config_features, shape_columns, shape_features
-from tilewise.models.fit import examples, fit_rank
+from tilewise.models.fit import RANK_MEMBERS, examples, fit_rank
+from tilewise.models.forest import export, mean_of
 from tilewise.models.judging import Judged, geomean, judging_set
 from tilewise.models.measurements import Measurements, measurements
 from tilewise.models.sampling import next_launches, with_cells
 
 OP = "paged_mqa_logits"
-START, STEPS = 0.03, (0.05, 0.08, 0.12, 0.17, 0.23, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0)  # shares of the pool
+START, STEPS = 0.03, (0.05, 0.08, 0.12, 0.17, 0.23, 0.3, 0.4, 0.45, 0.5, 0.65, 0.8, 1.0)  # shares of the pool
+Curve = list[tuple[int, float]]  # timings, regret
+
 LEVELS = (1.05, 1.02, 1.01, 1.008)  # of regret, on the way there
-ENOUGH = 1.0005  # of the final regret: as good as all timings
 
 
 def judge(measured: Measurements, arch: Arch, held: list[Judged], seed: int) -> float:
     """Geometric mean regret of a model of these timings on the held-out shapes."""
     data = examples(measured, arch)
-    rank = fit_rank(data, slice(None), seed)
+    rank = mean_of([export(fit_rank(data, slice(None), seed + member)) for member in range(RANK_MEMBERS)])
     regret = []
     for one in held:
         numbers = shape_columns(one.shape)
@@ -53,7 +58,7 @@ def judge(measured: Measurements, arch: Arch, held: list[Judged], seed: int) -> 
 
 def replay(
     pool: Measurements, arch: Arch, held: list[Judged], seed: int, choose: Callable[[np.ndarray, int], np.ndarray]
-) -> list[tuple[int, float]]:
+) -> Curve:
     """(timings, regret) as the pool is timed in the order that `choose` says."""
     total = len(pool.shape_id)
     known = np.zeros(total, bool)
@@ -96,18 +101,69 @@ def drawn(pool: Measurements, seed: int) -> Callable[[np.ndarray, int], np.ndarr
     return choose
 
 
+def summary(curves: Mapping[str, Sequence[Curve]]) -> dict[str, Any]:
+    """The curves of all repeats as means, and how many timings each way takes to the levels and to the final regret.
+
+    Both ways end with the whole pool. `over_final` is the geometric mean of regret over the same repeat's final regret,
+    less 1, and `standard_error` that of this mean over the repeats.
+    """
+    ends = np.log([curve[-1][1] for curve in curves["random"]])  # [repeats]
+    final = float(np.exp(ends.mean()))
+    points: dict[str, list[dict[str, float]]] = {}
+    for name, runs in curves.items():
+        logs = np.log([[regret for _, regret in curve] for curve in runs])  # [repeats, steps]
+        over = logs - ends[:, None]
+        error = over.std(axis=0, ddof=1) / np.sqrt(len(runs))
+        points[name] = [
+            {
+                "timings": round(float(np.mean([curve[at][0] for curve in runs]))),
+                "geomean_regret": float(np.exp(logs[:, at].mean())),
+                "over_final": float(np.expm1(over[:, at].mean())),
+                "standard_error": float(error[at]),
+            }
+            for at in range(logs.shape[1])
+        ]
+    pool = points["random"][-1]["timings"]
+
+    def first(name: str, figure: str, limit: float) -> int | None:
+        return next((round(point["timings"]) for point in points[name] if point[figure] <= limit), None)
+
+    def within(name: str) -> int:
+        """Timings from which on the mean is never above the final regret by more than a standard error."""
+        above = [at for at, point in enumerate(points[name]) if point["over_final"] > point["standard_error"]]
+        return round(points[name][max(above, default=-1) + 1]["timings"])
+
+    # The last batch completes the pool, so both are always there.
+    reached: dict[str, Any] = {name: first(name, "over_final", 0.0) for name in points}
+    steady = {name: within(name) for name in points}
+    return {
+        "pool_timings": pool,
+        "final_regret": final,
+        "final_regret_of_repeats": np.exp(ends).tolist(),
+        "timings_to_final_regret": reached,
+        "share_of_random": reached["active"] / reached["random"],
+        "timings_to_stay_within_a_standard_error": steady,
+        "timings_to_regret": {
+            f"{level:.3f}": {name: first(name, "geomean_regret", level) for name in points} for level in LEVELS
+        },
+        **points,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", default="h200")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=12)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if args.repeats < 2:
+        parser.error(f"--repeats must be at least 2, to tell how far they scatter, got {args.repeats}")
     arch = get_arch(args.arch)
     columns: Any = load_profile(OP, arch.name).columns
     measured = measurements(columns, op=OP, arch=arch.name)
     first = dataclasses.replace(measured, latency_us=measured.first_us)
     judged = judging_set(measured, arch)
-    curves: dict[str, list[list[tuple[int, float]]]] = {"active": [], "random": []}
+    curves: dict[str, list[Curve]] = {"active": [], "random": []}
     started = time.time()
     for seed in range(args.repeats):
         order = np.random.default_rng(seed).permutation(len(judged))
@@ -117,39 +173,13 @@ def main() -> None:
         for name, choose in (("active", active(pool, arch, seed)), ("random", drawn(pool, seed))):
             print(f"seed {seed}, {name}, pool of {len(pool.shape_id)} timings", flush=True)
             curves[name].append(replay(pool, arch, held, seed, choose))
-    summary: dict[str, Any] = {}
-    for name, runs in curves.items():
-        summary[name] = [
-            {
-                "timings": round(float(np.mean([run[at][0] for run in runs]))),
-                "geomean_regret": geomean(np.array([run[at][1] for run in runs])),
-            }
-            for at in range(len(runs[0]))
-        ]
-    final = summary["random"][-1]["geomean_regret"]
-    reached = {
-        name: next(point["timings"] for point in points if point["geomean_regret"] <= final * ENOUGH)
-        for name, points in summary.items()
-    }
-    levels = {
-        f"{level:.3f}": {
-            name: next((point["timings"] for point in points if point["geomean_regret"] <= level), None)
-            for name, points in summary.items()
-        }
-        for level in LEVELS
-    }
     result = {
         "what": "replay of measured launches, geometric mean over the repeats",
         "op": OP,
         "arch": arch.name,
         "repeats": args.repeats,
-        "pool_timings": summary["random"][-1]["timings"],
         "held_out_shapes": len(judged) // 2,
-        "final_regret": final,
-        "timings_to_final_regret": reached,
-        "share_of_random": reached["active"] / reached["random"],
-        "timings_to_regret": levels,
-        **summary,
+        **summary(curves),
     }
     print(json.dumps(result, indent=1))
     print(f"{time.time() - started:.0f} s")

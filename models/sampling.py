@@ -1,9 +1,10 @@
 """Which launches to time next, so that few timings teach the model most.
 
 The first ones fill the space: shapes far from each other, each with its default and a few configs drawn at random.
-From then on an ensemble of small models, each fitted to other shapes, says where timings are worth most: at shapes for
-which the members would pick different configs, by how much their predictions say that matters. Of such a shape its
-default, the members' picks and the best of what they rank next are timed, since times of hopeless configs teach little.
+From then on an ensemble of small models, each fitted to other shapes, ranks all launches that are left, of all shapes
+together: those whose predicted time is nearest to the best of their shape come first, since only configs near the best
+can change a pick. The default of a shape comes with its first launch. A share is drawn at random, so that what the
+model wrongly takes for slow is found out.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from tilewise.kernels.paged_mqa_logits.spec import Config, Shape, candidates, de
 from tilewise.models.bundle import unsquash
 from tilewise.models.features import config_columns, config_features, shape_columns, shape_features
 from tilewise.models.fit import Examples, examples, fit_rank
+from tilewise.models.forest import Forest, export
 from tilewise.models.measurements import Measurements
 
 Floats = npt.NDArray[np.float64]
@@ -29,8 +31,8 @@ Offer = Callable[[Shape], Sequence[Config]]
 
 MEMBERS = 4
 MEMBER_PARAMETERS: dict[str, Any] = {"max_iter": 80, "learning_rate": 0.2}
-CONFIGS_PER_SHAPE = 8
-DRAWN = 2  # of them drawn at random
+CONFIGS_PER_SHAPE = 4  # at first, while the space is filled
+DRAWN = 0.25  # share of later launches that is drawn at random
 FEWEST_SHAPES = 8  # timed ones, below which the space is filled
 
 
@@ -40,8 +42,8 @@ class Launch:
 
     shape: Shape
     config: Config
-    reason: str  # default, spread, disagreement, ranked or drawn
-    value: float  # expected loss of the present pick by the members' disagreement, a ratio less 1; 0 where unknown
+    reason: str  # default, spread, near or drawn
+    value: float  # what the members think that their joint pick loses at this shape, a ratio less 1; 0 where unknown
 
 
 def next_launches(
@@ -64,16 +66,15 @@ def next_launches(
     if measured is None or len(tried) < FEWEST_SHAPES:
         return _fill(shapes, offered, tried, arch, budget, rng)
     ensemble = _ensemble(measured, arch, rng)
-    found: list[list[Launch]] = []
+    scored: list[tuple[float, Launch]] = []
     for shape in shapes:
-        found.append(_of_shape(shape, offered[shape], tried.get(shape, set()), arch, ensemble, rng))
-    # A shape's value falls with every timing that it has already: the rest of its configs can gain less.
-    worth = [
-        one[0].value / (1.0 + len(tried.get(shape, ()))) if one else 0.0
-        for shape, one in zip(shapes, found, strict=True)
-    ]
-    order = sorted(range(len(shapes)), key=lambda at: (-worth[at], at))
-    return [launch for at in order for launch in found[at]][:budget]
+        scored += _of_shape(shape, offered[shape], tried.get(shape, set()), arch, ensemble)
+    # Every shape has one with nothing ahead of it: among such, where the members disagree most.
+    ranked = [launch for _, launch in sorted(scored, key=lambda pair: (pair[0], -pair[1].value))]
+    near = budget - round(DRAWN * budget)
+    rest = ranked[near:]
+    drawn = [rest[at] for at in rng.permutation(len(rest))[: budget - near].tolist()]
+    return ranked[:near] + [dataclasses.replace(launch, reason="drawn") for launch in drawn]
 
 
 def _tried(measured: Measurements | None) -> dict[Shape, set[Config]]:
@@ -116,7 +117,7 @@ def _fill(
     return found[:budget]
 
 
-def _ensemble(measured: Measurements, arch: Arch, rng: np.random.Generator) -> list[Any]:
+def _ensemble(measured: Measurements, arch: Arch, rng: np.random.Generator) -> list[Forest]:
     """Small rank models, each without another share of the shapes."""
     data: Examples = examples(measured, arch)
     timed = np.unique(measured.shape_id[data.cell])
@@ -124,41 +125,31 @@ def _ensemble(measured: Measurements, arch: Arch, rng: np.random.Generator) -> l
     members = []
     for number in range(MEMBERS):
         rows = np.flatnonzero(np.isin(measured.shape_id[data.cell], timed[part != number]))
-        members.append(fit_rank(data, rows, number, MEMBER_PARAMETERS))
+        members.append(export(fit_rank(data, rows, number, MEMBER_PARAMETERS)))
     return members
 
 
 def _of_shape(
-    shape: Shape,
-    configs: list[Config],
-    tried: set[Config],
-    arch: Arch,
-    ensemble: Sequence[Any],
-    rng: np.random.Generator,
-) -> list[Launch]:
-    """The launches of one shape worth timing, each with the shape's value."""
+    shape: Shape, configs: list[Config], tried: set[Config], arch: Arch, ensemble: Sequence[Forest]
+) -> list[tuple[float, Launch]]:
+    """The launches of one shape that were not timed, each with its predicted log time over the best of the shape."""
     numbers = shape_columns(shape)
     own = config_features(numbers, config_columns(configs), arch)
     rows = np.hstack([np.tile(shape_features(numbers, arch), (len(configs), 1)), own])
     ratio = np.stack([unsquash(member.predict(rows)) for member in ensemble])  # [members, configs]
     ratio -= ratio.min(axis=1, keepdims=True)
     mean = ratio.mean(axis=0)
-    pick = int(mean.argmin())
-    value = float(np.expm1(ratio[:, pick].mean()))  # what the members think that their joint pick loses
-    default = default_config(shape, arch)
+    value = float(np.expm1(ratio[:, int(mean.argmin())].mean()))
+    score = mean - mean.min()
     fresh = [at for at, config in enumerate(configs) if config not in tried]
-    wanted: dict[int, str] = {}
-
-    def want(reason: str, order: Sequence[int], most: int) -> None:
-        for at in order:
-            if len(wanted) < most and configs[at] not in tried:
-                wanted.setdefault(at, reason)
-
-    want("default", [configs.index(default)] if default in configs else [], CONFIGS_PER_SHAPE)
-    want("disagreement", ratio.argmin(axis=1).tolist(), CONFIGS_PER_SHAPE)
-    want("ranked", np.argsort(mean, kind="stable").tolist(), CONFIGS_PER_SHAPE - DRAWN)
-    want("drawn", [fresh[at] for at in rng.permutation(len(fresh)).tolist()], CONFIGS_PER_SHAPE)
-    return [Launch(shape, configs[at], why, value) for at, why in wanted.items()]
+    default = default_config(shape, arch)
+    found = []
+    # Gains are counted against the default: it goes with the first launch of the shape, before it.
+    if default in configs and default not in tried:
+        at = configs.index(default)
+        fresh.remove(at)
+        found.append((float(score[[at, *fresh]].min()), Launch(shape, default, "default", value)))
+    return found + [(float(score[at]), Launch(shape, configs[at], "near", value)) for at in fresh]
 
 
 def with_cells(measured: Measurements, keep: npt.NDArray[np.bool_]) -> Measurements:
