@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,9 @@ import pytest
 
 pytest.importorskip("sklearn")
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+import learning_curve
 import synthetic
 import trained
 
@@ -62,6 +66,53 @@ def test_what_was_timed_is_not_suggested_again_and_all_is_suggested_in_the_end()
             at = table.cells(table.shapes.index(one.shape))
             known[at.start + table.config_id[at].tolist().index(table.configs.index(one.config))] = True
     assert len(tried) == total
+
+
+def test_later_launches_are_near_the_best_and_a_share_is_drawn() -> None:
+    table = measured()
+    known = np.zeros(len(table.shape_id), bool)
+    cell = {pair: at for at, pair in enumerate(zip(table.shape_id.tolist(), table.config_id.tolist(), strict=True))}
+
+    def at_of(one) -> int:
+        return cell[table.shapes.index(one.shape), table.configs.index(one.config)]
+
+    for one in next_launches(None, POOL, trained.ARCH, 120):
+        known[at_of(one)] = True
+    found = next_launches(with_cells(table, known), POOL, trained.ARCH, 100)
+    assert [one.reason == "drawn" for one in found] == [False] * 75 + [True] * 25
+    assert {one.reason for one in found} == {"default", "near", "drawn"}
+    best = np.full(len(table.shapes), np.inf)
+    np.minimum.at(best, table.shape_id, table.first_us)
+    loss = np.log(table.first_us / best[table.shape_id])
+    near = [loss[at_of(one)] for one in found if one.reason == "near"]
+    drawn = [loss[at_of(one)] for one in found if one.reason == "drawn"]
+    assert np.median(near) < 0.5 * np.median(drawn)
+    # A shape's default precedes its other launches, unless it was timed before.
+    seen = {table.shapes[s] for s in np.unique(table.shape_id[known])}
+    first = {}
+    for one in found[:75]:
+        first.setdefault(one.shape, one.reason)
+    assert all(reason == "default" for shape, reason in first.items() if shape not in seen)
+    assert len(set(first) - seen) > 5
+
+
+def test_the_curve_says_when_the_final_regret_is_reached_and_how_sure_that_is() -> None:
+    found = learning_curve.summary(
+        {
+            "active": [[(10, 1.20), (50, 1.010), (100, 1.02)], [(10, 1.10), (50, 1.030), (100, 1.02)]],
+            "random": [[(10, 1.30), (50, 1.060), (100, 1.02)], [(10, 1.20), (50, 1.058), (100, 1.02)]],
+        }
+    )
+    assert found["pool_timings"] == 100
+    assert found["final_regret"] == pytest.approx(1.02)
+    assert found["timings_to_final_regret"] == {"active": 50, "random": 100}
+    assert found["share_of_random"] == 0.5
+    assert found["timings_to_stay_within_a_standard_error"] == {"active": 50, "random": 100}
+    assert found["timings_to_regret"]["1.020"] == {"active": 50, "random": 100}
+    half = found["active"][1]
+    assert half["over_final"] == pytest.approx(np.sqrt(1.01 * 1.03) / 1.02 - 1)
+    assert half["standard_error"] == pytest.approx(np.log(1.03 / 1.01) / 2)
+    assert found["random"][1]["over_final"] > 2 * found["random"][1]["standard_error"] > 0
 
 
 def test_an_empty_pool_is_a_typed_error() -> None:
