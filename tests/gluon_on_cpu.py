@@ -247,27 +247,6 @@ def _mma(a: Any, b: Shared, acc: Value, use_acc: Any = True, is_async: bool = Fa
     return Value((product + acc.data if use_acc else product).float())
 
 
-def _asm(text: str, constraints: str, args: list[Value], dtype: Any, is_pure: bool, pack: int) -> Value:
-    x = [a.data for a in args]
-    even = torch.arange(x[0].shape[1]) % 2 == 0
-    doubled = x[0] + x[0].abs()
-    if "shfl" in text:
-        lane = x[4]
-        high, low = lane >= 2, lane % 2 == 1
-        a = torch.where(high, x[2], x[0]) + torch.where(high, x[0], x[2])[:, [2, 3, 0, 1]]
-        b = torch.where(high, x[3], x[1]) + torch.where(high, x[1], x[3])[:, [2, 3, 0, 1]]
-        return Value(torch.where(low, b, a) + torch.where(low, a, b)[:, [1, 0, 3, 2]])
-    if text == "abs.f32 $0, $1;":
-        return Value(x[0].abs())
-    if text.startswith("cvt.rn.relu.bf16x2.f32"):
-        return Value(x[0].relu().bfloat16())
-    if "add.s32 t, $2, 4096" in text:
-        return Value(torch.where(even, (x[0].view(torch.int32) + 4096).clamp_min(0).view(torch.float32), doubled))
-    if "max.f32 $0, $2" in text:
-        return Value(torch.where(even, x[0].relu(), doubled))
-    raise NotImplementedError(text)
-
-
 def _warp_specialize(parts: list[tuple[Callable[..., None], tuple[Any, ...]]], warps: Any, registers: Any) -> None:
     failures: list[BaseException] = []
 
@@ -330,7 +309,7 @@ def _language() -> types.ModuleType:
         "arange": lambda a, b, layout=None: Value(torch.arange(a, b, dtype=torch.int32)),
         "zeros": lambda shape, dtype, layout=None: Value(torch.zeros(shape, dtype=dtype)),
         "minimum": both(torch.minimum),
-        "maximum": both(torch.maximum),
+        "maximum": lambda a, b, propagate_nan=None: both(torch.maximum)(a, b),
         "where": lambda c, a, b: Value(torch.where(c.data, Value(a).data, Value(b).data)),
         "abs": lambda x: Value(x.data.abs()),
         "fma": lambda a, b, c: Value((a.data.double() * b.data.double() + c.data.double()).float()),
@@ -346,7 +325,6 @@ def _language() -> types.ModuleType:
         "convert_layout": lambda x, layout: x,
         "load": _load,
         "store": _store,
-        "inline_asm_elementwise": _asm,
         "warp_specialize": _warp_specialize,
         # Unwritten shared memory is not zero: bytes 0xff are NaN in every type used here.
         "allocate_shared_memory": lambda dtype, shape, layout: Shared(
@@ -407,6 +385,8 @@ def load_kernel() -> Callable[..., None]:
     compat.reinterpret = _reinterpret
     compat.tma_load = _tma_load
     compat.workgroup_barrier = lambda: None
+    compat.PROPAGATE_NAN = True
+    compat.prefetch = lambda at: at.checked(None)
     experimental: Any = types.ModuleType("experimental")
     experimental.gluon = gluon
     fakes = {

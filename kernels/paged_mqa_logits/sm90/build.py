@@ -49,6 +49,7 @@ def constants(shape: Shape, config: Config, lens_2d: bool) -> dict[str, Any]:
         "CONSUMERS": config.consumers,
         "TOKEN_SPLIT": config.token_split,
         "KEEP_WEIGHTS": resources.keeps_weights(shape, config),
+        "MAX_EVEN": resources.max_even(shape, config),
         "BALANCED": balanced,
         "LENS_2D": lens_2d and shape.next_n > 1,
         "CHUNK": min(covered, CHUNKS[-1]) if balanced else 32,

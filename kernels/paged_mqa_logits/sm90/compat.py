@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import triton
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -25,6 +26,17 @@ constexpr_function: Any = gluon.constexpr_function
 reinterpret: Any = getattr(gl.shared_memory_descriptor, "_reinterpret", None) or gl.shared_memory_descriptor.reinterpret
 # Renamed in 3.7.
 workgroup_barrier: Any = getattr(gl, "thread_barrier", None) or gl.barrier
+
+PROPAGATE_NAN: Any = gl.constexpr(tl.PropagateNan.ALL)
+
+
+@gluon.jit
+def prefetch(pointers):  # type: ignore[no-untyped-def]
+    """Ask for the lines of these addresses in the L2 cache. Returns at once."""
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers], dtype=gl.int32, is_pure=False, pack=1
+    )
+
 
 _DTYPES = {"fp8e4nv": gl.float8e4nv, "fp32": gl.float32}
 

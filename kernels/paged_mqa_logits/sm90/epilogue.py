@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tilewise.kernels.paged_mqa_logits.sm90 import pieces
-from tilewise.kernels.paged_mqa_logits.sm90.compat import constexpr_function, reinterpret
+from tilewise.kernels.paged_mqa_logits.sm90.compat import PROPAGATE_NAN, constexpr_function, reinterpret
 
 _weight_registers = constexpr_function(pieces.weight_registers)
 _weight_lanes = constexpr_function(pieces.weight_lanes)
@@ -44,14 +44,24 @@ def _product_weights(p, w, TOKENS: gl.constexpr, COLUMNS: gl.constexpr, PART: gl
         even, odd = gl.split(gl.reshape(w, [COLUMNS, 2, 2]))
         low, high = gl.split(odd if PART % 2 == 1 else even)
         w = high if PART >= 2 else low
-    return gl.convert_layout(gl.reshape(w, [COLUMNS]), LAYOUT)
+    w = gl.convert_layout(gl.reshape(w, [COLUMNS]), LAYOUT)
+    if p.MAX_EVEN:
+        w = w * gl.where(gl.arange(0, COLUMNS, layout=LAYOUT) % 2 == 0, 1.0, 0.5)
+    return w
 
 
 @gluon.jit
 def _add_product(p, acc, w, chains):
     # Adds a product's weighted relu to the sums of its piece: a tuple of [64, 4, 2], or of nothing yet.
     COUNT: gl.constexpr = acc.shape[1] // 8
-    x = acc + gl.abs(acc)  # twice the relu, whose |.| is free; the scale of K is halved instead
+    # The relu as x + |x|, whose |.| is free, is twice the relu: the weights or the scale of K are halved instead. As a
+    # maximum it goes to another pipe.
+    if p.MAX_EVEN:
+        even, odd = gl.split(gl.reshape(acc, [64, acc.shape[1] // 2, 2]))
+        even = gl.maximum(even, 0.0, propagate_nan=PROPAGATE_NAN)
+        x = gl.convert_layout(gl.reshape(gl.join(even, odd + gl.abs(odd)), [64, acc.shape[1]]), acc.type.layout)
+    else:
+        x = acc + gl.abs(acc)
     w, x = gl.broadcast(gl.expand_dims(w, 0), x)
     # Multiply-adds spelled out, eight columns at a time: a reduction's order is the compiler's, and not every release
     # contracts it. Four independent chains: two rows, two neighbouring columns.
@@ -117,7 +127,9 @@ def _store_tokens(p, y, scale, part, column, masked, FIRST: gl.constexpr):
     TOKENS: gl.constexpr = gl.SliceLayout(0, y.type.layout)
     pos = gl.expand_dims(column + gl.arange(0, 64, layout=ROWS), 1)
     t = FIRST + gl.arange(0, y.shape[1], layout=TOKENS)
-    y = y * gl.expand_dims(gl.convert_layout(scale * 0.5, ROWS), 1)  # the sums are of twice the relu
+    if not p.MAX_EVEN:
+        scale = scale * 0.5  # the sums are of twice the relu
+    y = y * gl.expand_dims(gl.convert_layout(scale, ROWS), 1)
     out = p.out + (part.request * p.NEXT_N + part.token + t).to(gl.int64) * p.out_stride
     at = gl.expand_dims(out, 0) + pos
     if masked:

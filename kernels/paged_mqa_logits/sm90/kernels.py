@@ -26,6 +26,7 @@ from tilewise.kernels.paged_mqa_logits.sm90.epilogue import (
 )
 from tilewise.kernels.paged_mqa_logits.sm90.producer import _producer
 from tilewise.kernels.paged_mqa_logits.sm90.schedule import (
+    _ask_for_page_ids,
     _balanced_share,
     _even_share,
     _extent,
@@ -95,8 +96,8 @@ def _score_tile(
     accs = ()
     for j in gl.static_range(AHEAD):
         accs = accs + (_issue(p, buf, k, part.slot, j, TOKENS, OWN, INDEX),)
-    scales = reinterpret(buf.k_scale, gl.float32, [p.STAGES, 64], gl.NVMMASharedLayout(0, 32, 1))
-    scale = scales.index(stage).load(SCALES)
+    scales = reinterpret(buf.k_scale, gl.float32, [2 * p.STAGES, 64], gl.NVMMASharedLayout(0, 32, 1))
+    scale = scales.index((part.done + i) % (2 * p.STAGES)).load(SCALES)
     column = (part.tile + i) * 64
     masked = column + 64 > part.low
     chains = ()
@@ -199,6 +200,7 @@ def _paged_mqa_logits_kernel(
     NEXT_N: gl.constexpr, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_KV: gl.constexpr,
     FUSE_N: gl.constexpr, DOT_N: gl.constexpr, IN_FLIGHT: gl.constexpr, STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr, TOKEN_SPLIT: gl.constexpr, KEEP_WEIGHTS: gl.constexpr,
+    MAX_EVEN: gl.constexpr,
     BALANCED: gl.constexpr, LENS_2D: gl.constexpr, CHUNK: gl.constexpr, CHUNKS: gl.constexpr,
     Q_TOKENS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -206,7 +208,7 @@ def _paged_mqa_logits_kernel(
     p = Problem(
         block_tables, lens, out, batch_size, max_columns, table_stride, lens_stride, weights_stride, out_stride,
         NEXT_N, HEADS, HEAD_DIM, BLOCK_KV, FUSE_N, DOT_N, IN_FLIGHT, STAGES, CONSUMERS, TOKEN_SPLIT,
-        KEEP_WEIGHTS, BALANCED, LENS_2D, Q_TOKENS,
+        KEEP_WEIGHTS, MAX_EVEN, BALANCED, LENS_2D, Q_TOKENS,
     )  # fmt: skip
     # The lengths are asked for before anything else: the barriers are set up while they arrive.
     if BALANCED:
@@ -217,13 +219,14 @@ def _paged_mqa_logits_kernel(
         group = gl.program_id(0) // split_kv % p.GROUPS
         request = gl.program_id(0) // split_kv // p.GROUPS
         length = _lengths(p, request, True)
+    _ask_for_page_ids(p, split_kv)
 
     COPIES: gl.constexpr = 1 if BLOCK_KV >= 64 else 64 // BLOCK_KV
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     F8: gl.constexpr = gl.float8e4nv
     buf = Buffers(
         gl.allocate_shared_memory(F8, [STAGES * COPIES, 1, 64 // COPIES, HEAD_DIM], k_desc.layout),
-        gl.allocate_shared_memory(gl.float32, [STAGES * COPIES, 1, 64 // COPIES], scale_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [2 * STAGES * COPIES, 1, 64 // COPIES], scale_desc.layout),
         gl.allocate_shared_memory(
             F8, [2 * Q_TOKENS, HEADS, HEAD_DIM], gl.NVMMASharedLayout.get_default_for([HEADS, HEAD_DIM], F8)
         ),

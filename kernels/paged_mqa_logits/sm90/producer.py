@@ -114,7 +114,8 @@ def _producer(p, buf, share, k_desc, scale_desc, q4_desc, q2_desc, q1_desc, weig
                             into = stage * COPIES + v
                             tma_load(k_desc, [page, row_at, 0], full_k, buf.k.index(into))
                             scale_at = p.BLOCK_KV * p.HEAD_DIM // 4 + row_at
-                            tma_load(scale_desc, [page, scale_at], full_k, buf.k_scale.index(into))
+                            scale_into = copied % (2 * p.STAGES) * COPIES + v
+                            tma_load(scale_desc, [page, scale_at], full_k, buf.k_scale.index(scale_into))
                         copied += 1
             turn += 1
         left -= here

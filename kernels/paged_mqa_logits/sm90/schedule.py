@@ -3,6 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from tilewise.kernels.paged_mqa_logits.sm90.compat import prefetch
 from tilewise.kernels.paged_mqa_logits.sm90.state import Share
 
 
@@ -15,6 +16,29 @@ def _lengths(p, request, mask):
         for t in gl.static_range(1, p.NEXT_N):
             length = gl.maximum(length, gl.load(at + t, mask=mask, other=0))
     return length
+
+
+@gluon.jit
+def _ask_for_page_ids(p, split_kv):
+    # Page ids that this workgroup will read if every request is as long as its table go to the L2 cache while the
+    # lengths arrive. A wrong guess costs a few of its lines.
+    tiles = (p.max_columns + 63) // 64
+    pid = gl.program_id(0)
+    if p.BALANCED:
+        count = p.batch_size * tiles * p.GROUPS // gl.num_programs(0)
+        request = pid * count // (tiles * p.GROUPS)
+        tile = pid * count % tiles
+    else:
+        count = tiles // split_kv
+        request = pid // split_kv // p.GROUPS
+        tile = pid % split_kv * tiles // split_kv
+    line = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0])) * 32  # 128 bytes of page ids
+    tile = tile + gl.minimum(line, count)
+    entry = tile // (p.BLOCK_KV // 64) if p.BLOCK_KV >= 64 else tile * (64 // p.BLOCK_KV)
+    # Within the table even where the products above are beyond 32 bits.
+    request = gl.minimum(gl.maximum(request, 0), p.batch_size - 1).to(gl.int64)
+    entry = gl.minimum(gl.maximum(entry, 0), (p.max_columns - 1) // p.BLOCK_KV)
+    prefetch(p.block_tables + request * p.table_stride + entry)
 
 
 @gluon.jit

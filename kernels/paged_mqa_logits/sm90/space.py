@@ -79,25 +79,35 @@ def why_invalid(shape: Shape, config: Config, arch: Arch) -> str | None:
 
 # Context tokens in all below which the plain kernel's shorter start wins: about what a multiprocessor reads meanwhile.
 SMALL_TOKENS = 65536
+# And up to which a ring of few stages wins: setting up the barriers of one takes about 0.05 us.
+MEDIUM_TOKENS = 4 * SMALL_TOKENS
+
+
+def _stages(shape: Shape) -> tuple[int, int]:
+    # Of one or two sets of consumers, and of three.
+    if shape.context_tokens <= SMALL_TOKENS:
+        return 4, 6
+    return (6, 6) if shape.context_tokens <= MEDIUM_TOKENS else (8, 9)
 
 
 def candidates(shape: Shape, arch: Arch) -> list[Config]:
     """The grid that is measured and chosen from, before `is_valid`."""
     found = []
     small = shape.context_tokens <= SMALL_TOKENS
+    two, three = _stages(shape)
     halves = dict.fromkeys((shape.next_n, cdiv(shape.next_n, 2), 1))
     for fuse_n in halves:
         whole = fuse_n == shape.next_n
         dots = [dot for dot in (4, 2, 1) if dot <= fuse_n and dot * shape.heads <= 128] or [1]
         for dot_n in dots[:2] if whole else dots[:1]:
             # (consumers, token_split, num_stages)
-            structures = [(2, 1, 6 if small else 8), (3, 1, 9)]
+            structures = [(2, 1, two), (3, 1, three)]
             if whole:
-                structures += [(2, 2, 8), (3, 3, 8)]
+                structures += [(2, 2, two), (3, 3, two)]
             for structure in structures if whole or fuse_n > 1 or small else []:
                 found.append(_config(fuse_n, dot_n, *structure))
         if whole and fuse_n >= 4 and shape.heads == 64:  # a whole piece of four in one product
-            found += [_config(fuse_n, 4, 2, split, 8) for split in (1, 2)]
+            found += [_config(fuse_n, 4, 2, split, two) for split in (1, 2)]
         if fuse_n == 1:
             found.append(_config(1, 1, 1, 1, 4, ctas_per_sm=3))
         if small:  # no count over the batch: a shorter start
@@ -105,7 +115,7 @@ def candidates(shape: Shape, arch: Arch) -> list[Config]:
                 parts = max(1, shape.batch_size) * cdiv(shape.next_n, fuse_n)
                 tiles = cdiv(shape.max_context_len, TILE_KV)
                 split_kv = max(1, min(per_sm * arch.compute_units // parts, tiles))
-                found.append(_config(fuse_n, dots[0], 2, 1, 6, split_kv=split_kv))
+                found.append(_config(fuse_n, dots[0], 2, 1, two, split_kv=split_kv))
                 found.append(_config(fuse_n, dots[0], 1, 1, 4, split_kv=split_kv))
     return found
 
@@ -114,21 +124,22 @@ def default_config(shape: Shape, arch: Arch) -> Config | None:
     """The best structure by the columns of a tile, measured on an H200; None for short launches."""
     if shape.context_tokens <= SMALL_TOKENS:
         return None  # the portable kernel's default is the better one there
+    two, three = _stages(shape)
     columns = shape.next_n * shape.heads
     dot_n = next(dot for dot in (4, 2, 1) if dot == 1 or (dot <= shape.next_n and dot * shape.heads <= 128))
     if columns <= 64:
         ordered = [(1, 1, 1, 1, 4, 3)] if shape.next_n == 1 else []
-        ordered += [(shape.next_n, dot_n, 3, 1, 9, 1)]
+        ordered += [(shape.next_n, dot_n, 3, 1, three, 1)]
     elif columns <= 192:
-        ordered = [(shape.next_n, dot_n, 3, 1, 9, 1)]
+        ordered = [(shape.next_n, dot_n, 3, 1, three, 1)]
     elif columns <= 256:
-        ordered = [(shape.next_n, dot_n, 2, 1, 8, 1)]
+        ordered = [(shape.next_n, dot_n, 2, 1, two, 1)]
     elif columns <= 384:
-        ordered = [(shape.next_n, dot_n, 3, 3, 8, 1)]
+        ordered = [(shape.next_n, dot_n, 3, 3, two, 1)]
     else:
-        ordered = [(shape.next_n, dot_n, 2, 2, 8, 1)]
+        ordered = [(shape.next_n, dot_n, 2, 2, two, 1)]
     half = cdiv(shape.next_n, 2)
-    ordered += [(shape.next_n, dot_n, 2, 1, 8, 1), (half, 1 if half < dot_n else dot_n, 2, 1, 8, 1)]
+    ordered += [(shape.next_n, dot_n, 2, 1, two, 1), (half, 1 if half < dot_n else dot_n, 2, 1, two, 1)]
     ordered += [(1, 1, 2, 1, 4, 1)]
     for fuse_n, dot, consumers, token_split, num_stages, ctas_per_sm in ordered:
         config = _config(fuse_n, dot, consumers, token_split, num_stages, ctas_per_sm=ctas_per_sm)

@@ -36,6 +36,7 @@ class Problem:
     CONSUMERS: gl.constexpr
     TOKEN_SPLIT: gl.constexpr
     KEEP_WEIGHTS: gl.constexpr  # weights stay in registers from tile to tile
+    MAX_EVEN: gl.constexpr  # relu is a maximum in even columns
     BALANCED: gl.constexpr
     LENS_2D: gl.constexpr
     GROUPS: gl.constexpr  # of query tokens of a request
@@ -47,7 +48,7 @@ class Problem:
         self, block_tables, lens, out, batch_size, max_columns, table_stride, lens_stride, weights_stride,
         out_stride,
         NEXT_N, HEADS, HEAD_DIM, BLOCK_KV, FUSE_N, DOT_N, IN_FLIGHT, STAGES, CONSUMERS, TOKEN_SPLIT,
-        KEEP_WEIGHTS, BALANCED, LENS_2D, Q_TOKENS,
+        KEEP_WEIGHTS, MAX_EVEN, BALANCED, LENS_2D, Q_TOKENS,
     ):  # fmt: skip
         self.block_tables = block_tables
         self.lens = lens
@@ -69,6 +70,7 @@ class Problem:
         self.CONSUMERS = gl.constexpr(CONSUMERS)
         self.TOKEN_SPLIT = gl.constexpr(TOKEN_SPLIT)
         self.KEEP_WEIGHTS = gl.constexpr(KEEP_WEIGHTS)
+        self.MAX_EVEN = gl.constexpr(MAX_EVEN)
         self.BALANCED = gl.constexpr(BALANCED)
         self.LENS_2D = gl.constexpr(LENS_2D)
         self.GROUPS = gl.constexpr(-(-NEXT_N // FUSE_N))
@@ -81,7 +83,9 @@ class Buffers:
     """Shared memory, and the barriers that pass it between the producer and the consumers."""
 
     k: gl.shared_memory_descriptor  # [stages x pages per tile, 1, rows, head_dim], as the copies write it
-    k_scale: gl.shared_memory_descriptor  # [stages x pages per tile, 1, rows]
+    # [2 x stages x pages per tile, 1, rows]: a load of scales may still be on its way when K's slot is released, so the
+    # scales' slot is filled again a whole round later.
+    k_scale: gl.shared_memory_descriptor
     q: gl.shared_memory_descriptor  # [2 x q_tokens, heads, head_dim], each piece's heads and tokens interleaved
     weights: gl.shared_memory_descriptor  # [2 x q_tokens, weights_pitch]
     k_full: gl.shared_memory_descriptor
