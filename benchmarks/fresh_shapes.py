@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import random
 import secrets
 import sys
@@ -60,7 +61,7 @@ def draw(bundle: Bundle, seed: int, count: int) -> list[Target]:
     )
 
     def whole(low: float, high: float) -> int:
-        return round(low * (high / low) ** source.random())
+        return round(low * math.pow(high / low, source.random()))
 
     def one_of(values: Sequence[Any], weights: Sequence[int]) -> Any:
         at = source.random() * sum(weights)

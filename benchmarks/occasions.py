@@ -20,7 +20,7 @@ import math
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,16 +81,19 @@ def gap(ratio: float) -> float:
 def rows_of(path: Path, only: Iterable[str]) -> dict[str, list[Any]]:
     """The columns of a profile, of the rows that `only` keeps."""
     columns: dict[str, list[Any]] = read_table(path).to_pydict()
-    keep = range(len(columns["op"]))
+    keep = list(range(len(columns["op"])))
     for condition in only:
         name, _, value = condition.partition("=")
         if name not in columns:
             raise SystemExit(f"a condition must be COLUMN=VALUE, got {condition!r}")
-        fits: Callable[[str], bool] = value.__eq__
-        if value.endswith("*"):
-            fits = lambda text, start=value[:-1]: text.startswith(start)  # noqa: E731
-        keep = [at for at in keep if fits(str(columns[name][at]))]
-    if not len(keep):
+        texts = [str(columns[name][at]) for at in keep]
+        begins = value.removesuffix("*") if value.endswith("*") else None
+        keep = [
+            at
+            for at, text in zip(keep, texts, strict=True)
+            if (text == value if begins is None else text.startswith(begins))
+        ]
+    if not keep:
         raise SystemExit(f"{path}: no row left with {', '.join(only)}")
     return {name: [values[at] for at in keep] for name, values in columns.items()}
 
@@ -117,7 +120,7 @@ def compare(first: Occasion, second: Occasion, shapes: Sequence[Shape], band: fl
     """How often the picks agree over some shapes, and how far apart those are that do not."""
     times = [occasion.times() for occasion in (first, second)]
     fields: Counter[str] = Counter()
-    apart = []
+    apart: list[dict[str, Any]] = []
     for shape in shapes:
         one, other = (occasion.chooser.select(shape).config for occasion in (first, second))
         if one == other:
