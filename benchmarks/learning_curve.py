@@ -1,6 +1,6 @@
 """How many timings the model needs, chosen by `tilewise suggest` or drawn at random: a replay of measured launches.
 
-    python benchmarks/learning_curve.py [--arch h200] [--repeats 12] [--out benchmarks/results/learning_curve_h200.json]
+    python benchmarks/learning_curve.py [--arch h200] [--repeats 24] [--out benchmarks/results/learning_curve_h200.json]
 
 The pool is the first pass of the profile less a held-out half of the judging shapes; timing a launch means looking it
 up. Both ways are refitted after each batch, as the shipped model is, and judged on the held-out shapes by the second
@@ -153,7 +153,7 @@ def summary(curves: Mapping[str, Sequence[Curve]]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", default="h200")
-    parser.add_argument("--repeats", type=int, default=12)
+    parser.add_argument("--repeats", type=int, default=24)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.repeats < 2:
