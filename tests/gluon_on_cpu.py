@@ -1,8 +1,9 @@
 """Runs the source of the Hopper kernel on the CPU: Gluon's operations in PyTorch, partitions as threads.
 
 It tells whether the kernel's arithmetic, indices, masks and barriers are right: barriers have real phases and byte
-counts, a wait that nobody ends is an error, and so is any access outside a tensor. It tells nothing about layouts,
-register allocation, or memory ordering on the device; shared memory is linear, whatever its swizzle.
+counts, a wait that nobody ends is an error, and so is any access outside a tensor. A load from shared memory reads when
+its value is first used, as late as a device may. It tells nothing about layouts or register allocation; shared memory
+is linear, whatever its swizzle.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
+import time
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -50,6 +52,20 @@ class Value:
         return int(self.data)
 
     __int__ = __index__
+
+
+class Loaded(Value):
+    """What a load from shared memory returns: nothing waits for it before its first use, no arrival does."""
+
+    def __init__(self, source: Shared) -> None:
+        self.source = source
+        self.read: torch.Tensor | None = None
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        if self.read is None:
+            self.read = self.source.tensor.clone()
+        return self.read
 
 
 def _binary(name: str, function: Callable[[Any, Any], Any]) -> None:
@@ -142,7 +158,7 @@ class Shared:
         return turned
 
     def load(self, layout: Any) -> Value:
-        return Value(self.tensor.clone())
+        return Loaded(self)
 
     def store(self, value: Value) -> None:
         if value.shape != self.shape or value.data.dtype != self.dtype:
@@ -183,7 +199,9 @@ class Barrier:
                 raise TimeoutError("a wait that nothing ended")
 
 
-class _Barriers:
+class Barriers:
+    """Gluon's operations on barriers. `pause_s`: how long a partition stops after it has arrived at one."""
+
     MBarrierLayout = staticmethod(lambda: None)
 
     def init(self, at: Shared, count: int) -> None:
@@ -193,8 +211,11 @@ class _Barriers:
         if pred:
             at.barriers[at.start].update(1, int(size))
 
+    pause_s = 0.0
+
     def arrive(self, at: Shared, count: int = 1) -> None:
         at.barriers[at.start].update(count, 0)
+        time.sleep(self.pause_s)
 
     def wait(self, at: Shared, parity: Any) -> None:
         at.barriers[at.start].wait(int(parity))
@@ -377,7 +398,7 @@ def load_kernel() -> Callable[..., None]:
     gluon.language = _language()
     hopper: Any = types.ModuleType("hopper")
     hopper.fence_async_shared = lambda: None
-    hopper.mbarrier = _Barriers()
+    hopper.mbarrier = Barriers()
     hopper.warpgroup_mma = _mma
     hopper.warpgroup_mma_wait = lambda count, deps: deps[0]
     compat: Any = types.ModuleType("compat")

@@ -284,6 +284,18 @@ def test_any_number_of_workgroups_shares_the_tiles(workgroups: int, kernel_on_cp
     assert norm <= 1e-6
 
 
+@pytest.mark.parametrize("consumers", [1, 2, 3])
+def test_scales_that_arrive_late_are_still_the_tiles_own(
+    consumers: int, kernel_on_cpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Whoever releases a ring slot then sleeps until the producer has filled it again.
+    monkeypatch.setattr(gluon_on_cpu.Barriers, "pause_s", 0.003)
+    p = make_problem((900, 64, 1000), next_n=4, heads=32)
+    element, norm = emulate(kernel_on_cpu, p, config(4, 4, consumers, num_stages=2 * consumers), workgroups=1)
+    assert element <= 4e-6
+    assert norm <= 1e-6
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 def test_matches_the_reference_and_repeats_bitwise(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
