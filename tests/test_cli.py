@@ -188,6 +188,21 @@ def test_evaluate_writes_the_picks_that_lose_too_much_for_the_collector(tilewise
     assert (code, json.loads(out)["beyond"], plan.read_text()) == (0, [], "")
 
 
+def test_suggest_says_when_nothing_is_left_to_time(tilewise: Any, tmp_path: Path) -> None:
+    path = tmp_path / "shapes.jsonl"
+    timed = synthetic.SHAPES[0]
+    one = target(timed.batch_size, timed.next_n, timed.heads, timed.max_context_len)
+    path.write_text(json.dumps(target_line(one)) + "\n")
+    code, out, err = tilewise("suggest", "--arch", ARCH, "--budget", "5", "--shapes", path)
+    assert (code, out) == (0, "")
+    assert err == "every launch of these 1 shapes has a timing already: name others with --shapes\n"
+    other = target(timed.batch_size, timed.next_n, timed.heads, timed.max_context_len + 64)
+    path.write_text(json.dumps(target_line(other)) + "\n")
+    code, out, err = tilewise("suggest", "--arch", ARCH, "--budget", "5", "--shapes", path)
+    assert (code, err) == (0, "")
+    assert len(json.loads(out)["configs"]) == 5
+
+
 def test_train_prints_the_metrics_of_held_out_shapes(tilewise: Any, home: Path, tmp_path: Path) -> None:
     with threadpool_limits(1):
         code, out, err = tilewise("train", "--arch", ARCH, "--folds", "2", "--out", tmp_path / "bundle")
