@@ -57,7 +57,8 @@ def run(args: argparse.Namespace) -> int:
             assert isinstance(items, list)
             items.append(value)
     if not lines:
-        print(f"every launch of these {len(by_shape)} shapes has a timing already: name others with --shapes", file=sys.stderr)
+        said = f"every launch of these {len(by_shape)} shapes has a timing already: name others with --shapes"
+        print(said, file=sys.stderr)
     text = "".join(json.dumps(line) + "\n" for line in lines.values())
     if args.out is None:
         sys.stdout.write(text)
