@@ -14,6 +14,10 @@ READS = frozenset(
 # Programs aimed at, per compute unit. Measured on an H200: 4 is the best single rule; short and very long contexts
 # want fewer and more.
 SPLIT_TARGETS = (4, 1, 2, 8, 16)
+# And where heads are the rows.
+FEW_TARGETS = (4, 8)
+# (tile_kv, target) of the grid's splits.
+GRID_SPLITS = tuple((tile_kv, per_unit) for tile_kv in (64, 128) for per_unit in SPLIT_TARGETS)
 MAX_DOT_COLUMNS = 256  # one wgmma covers at most 256 columns; more spills accumulators
 
 
@@ -74,15 +78,20 @@ def candidates(shape: Shape, arch: Arch) -> list[Config]:
 
 def grid(shape: Shape, arch: Arch) -> list[Config]:
     """Every config that was the best of some launch of this kernel."""
+    splits = tuple(
+        (fuse_n, *(split_for(shape, fuse_n, tile_kv, arch, per_unit) for tile_kv, per_unit in GRID_SPLITS))
+        for fuse_n in fuse_choices(shape.next_n)
+    )
+    return list(_grid(splits, shape.heads, arch.vendor))
+
+
+@functools.lru_cache(maxsize=1024)  # contexts that differ often have the same splits
+def _grid(splits: tuple[tuple[int, ...], ...], heads: int, vendor: str) -> list[Config]:
     found = []
-    for fuse_n in fuse_choices(shape.next_n):
+    for fuse_n, *of_grid in splits:
+        split_kv = dict(zip(GRID_SPLITS, of_grid, strict=True))
         # One token per product inside a fused program was never the best where two fit; see docs/log.md.
-        dots = [d for d in (2, 4) if d <= fuse_n and d * shape.heads <= MAX_DOT_COLUMNS] or [1]
-        splits = {
-            tile_kv: [split_for(shape, fuse_n, tile_kv, arch, per_unit) for per_unit in SPLIT_TARGETS]
-            for tile_kv in (64, 128)
-        }
-        few = [split_for(shape, fuse_n, 64, arch, per_unit) for per_unit in (4, 8)]
+        dots = [d for d in (2, 4) if d <= fuse_n and d * heads <= MAX_DOT_COLUMNS] or [1]
         for dot_n in dots:
             # (mma_m, tile_kv, num_warps, num_stages)
             for mma_m, tile_kv, num_warps, num_stages in (
@@ -91,10 +100,11 @@ def grid(shape: Shape, arch: Arch) -> list[Config]:
                 ("kv", 128, 4, 3),
                 ("kv", 128, 8, 3),
             ):
-                for split_kv in splits[tile_kv]:
-                    found.append(_config(fuse_n, dot_n, mma_m, tile_kv, split_kv, num_warps, num_stages, arch.vendor))
-            for split_kv in few:
-                found.append(_config(fuse_n, dot_n, "heads", 64, split_kv, 4, 3, arch.vendor))
+                for per_unit in SPLIT_TARGETS:
+                    split = split_kv[tile_kv, per_unit]
+                    found.append(_config(fuse_n, dot_n, mma_m, tile_kv, split, num_warps, num_stages, vendor))
+            for per_unit in FEW_TARGETS:
+                found.append(_config(fuse_n, dot_n, "heads", 64, split_kv[64, per_unit], 4, 3, vendor))
     return found
 
 
