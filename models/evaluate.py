@@ -39,6 +39,7 @@ from tilewise.models.judging import (
     judging_set,
     noise_margin,
     noise_of,
+    typical_noise,
 )
 from tilewise.models.measurements import Measurements, measurements
 from tilewise.models.regime import Regime
@@ -80,6 +81,7 @@ class Bench:
     data: Examples
     judged: Sequence[Judged]
     noise: float
+    typical: float  # noise of half of the cells (judging.py)
     seed: int
     jobs: int
     progress: Progress | None
@@ -156,13 +158,13 @@ def evaluate_measurements(
             f"of {len(measured.shapes)}"
         )
     data = examples(measured, arch)  # of which the held-out shapes' rows never reach a fit
-    noise = noise_margin(measured)
+    noise, typical = noise_margin(measured), typical_noise(measured)
     by_seed: list[dict[str, Any]] = []
     inside: list[Trial] = []
     by_shape: list[dict[str, Any]] = []
     every: list[dict[int, Pick]] = []
     for number in range(seed, seed + seeds):
-        bench = Bench(measured, arch, data, judged, noise, number, jobs, progress)
+        bench = Bench(measured, arch, data, judged, noise, typical, number, jobs, progress)
         found, tried, picks = _folds(bench, folds, f"evaluate, seed {number}" if seeds > 1 else "evaluate")
         by_seed.append(found)
         every.append(picks)
@@ -181,9 +183,9 @@ def evaluate_measurements(
         "noise_margin": noise,
         **over_seeds(by_seed),
         "by_seed": by_seed,
-        "baselines": _baselines(Bench(measured, arch, data, judged, noise, seed, jobs, None), folds),
+        "baselines": _baselines(Bench(measured, arch, data, judged, noise, typical, seed, jobs, None), folds),
     }
-    bench = Bench(measured, arch, data, judged, noise, seed, jobs, progress)
+    bench = Bench(measured, arch, data, judged, noise, typical, seed, jobs, progress)
     for field in leave_out:
         result[f"leave_one_{NAMES.get(field, field)}_out"] = _leave_one_out(bench, field, inside)
     result["beyond"] = beyond(judged, [{at: found.chosen for at, found in picks.items()} for picks in every], limit)
@@ -258,8 +260,8 @@ def _folds(bench: Bench, folds: int, what: str) -> tuple[dict[str, Any], list[Tr
 
 
 def _inside_margin(bench: Bench, tried: Sequence[Trial], held: set[int]) -> float:
-    needed = needed_gain([trial for trial in tried if trial.shape_id not in held], bench.noise)
-    return bench.noise if needed.gain is None else max(bench.noise, needed.gain)
+    needed = needed_gain([trial for trial in tried if trial.shape_id not in held], bench.noise, bench.typical)
+    return bench.noise if needed.gain is None else needed.gain
 
 
 def _figures(bench: Bench, picks: Mapping[int, Pick]) -> dict[str, Any]:
@@ -349,7 +351,7 @@ def _guard_without(bench: Bench, field: str, inside: Sequence[Trial], tried: Seq
     return Guard(
         CONFIDENCE,
         {
-            INSIDE: needed_gain([trial for trial in inside if trial.shape_id not in held], bench.noise),
-            field: needed_gain(own, bench.noise, BEYOND_CONFIDENCE),
+            INSIDE: needed_gain([trial for trial in inside if trial.shape_id not in held], bench.noise, bench.typical),
+            field: needed_gain(own, bench.noise, bench.noise, BEYOND_CONFIDENCE),
         },
     )

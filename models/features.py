@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from tilewise.kernels.arch import Arch
 from tilewise.kernels.paged_mqa_logits.spec import CONFIG_FIELDS, SCALE_BYTES, SHAPE_FIELDS, Config, Shape
+from tilewise.models.structure import DERIVED, derived, register_columns
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Columns: TypeAlias = Mapping[str, Any]  # field name to a number or an array of numbers
@@ -26,7 +27,7 @@ Columns: TypeAlias = Mapping[str, Any]  # field name to a number or an array of 
 GRID = 1024.0  # features are rounded to 1/GRID
 
 # Raise this whenever a feature changes its meaning without changing its name: bundles of another version are refused.
-FEATURE_VERSION = 2
+FEATURE_VERSION = 3
 
 # The words of the text fields, by code. New words go at the end; one that is not listed is coded -1.
 WORDS: dict[str, tuple[str, ...]] = {
@@ -82,6 +83,19 @@ CONFIG_FEATURES = (
     "log2_bytes_in_flight",  # K bytes that the pipeline of a full wave keeps in flight, over those of the context
     "log2_steps",  # products that one consumer runs one after another
     "log2_estimate",  # estimate_us over the floor
+    # What the pieces and registers of the Hopper kernel come to (structure.py).
+    "products",  # products per tile of the consumer that has most
+    "all_products",  # of all consumers of a set
+    "log2_most_columns",  # query tokens of the consumer that has most, x heads
+    "products_ahead",  # of a tile, in flight together; 0 of another kernel
+    "keeps_weights",  # whether the weights stay in registers; -1 of another kernel
+    "max_even",  # whether half of the relu is a maximum; -1 of another kernel
+    "spare_registers",  # share of a consumer's registers that nothing needs
+    "token_imbalance",  # query tokens of the consumer that has most, over an even share
+    # What reading the query tokens costs.
+    "log2_q_share",  # bytes of q that all programs read, over those of K
+    "log2_runs",  # requests that one program reads q of
+    "log2_q_bytes",  # of q, that one program reads
 )
 FEATURES = SHAPE_FEATURES + CONFIG_FEATURES
 
@@ -106,22 +120,23 @@ def shape_columns(shape: Shape) -> dict[str, Any]:
 
 
 _config_values = attrgetter(*CONFIG_FIELDS)
+_COLUMNS = (*CONFIG_FIELDS, *DERIVED)
 
 
 @functools.lru_cache(maxsize=8192)
 def _config_row(config: Config) -> bytes:
-    """The fields of one config as the bytes of float64 numbers."""
+    """The fields of one config, and what follows from them, as the bytes of float64 numbers."""
     row = [
         _CODES[name].get(value, -1.0) if name in _CODES else float(value)
         for name, value in zip(CONFIG_FIELDS, _config_values(config), strict=True)
     ]
-    return np.array(row).tobytes()
+    return np.array([*row, *derived(config)]).tobytes()
 
 
 def config_columns(configs: Sequence[Config]) -> dict[str, Any]:
-    """The fields of some configs as arrays of numbers [len(configs)]."""
-    table = np.frombuffer(b"".join(map(_config_row, configs))).reshape(len(configs), len(CONFIG_FIELDS))
-    return dict(zip(CONFIG_FIELDS, np.ascontiguousarray(table.T), strict=True))
+    """The fields of some configs, and DERIVED, as arrays of numbers [len(configs)]."""
+    table = np.frombuffer(b"".join(map(_config_row, configs))).reshape(len(configs), len(_COLUMNS))
+    return dict(zip(_COLUMNS, np.ascontiguousarray(table.T), strict=True))
 
 
 def shape_features(shape: Columns, arch: Arch) -> Floats:
@@ -197,6 +212,14 @@ def config_features(shape: Columns, config: Columns, arch: Arch) -> Floats:
     requested_us = batch * groups * mean * row_bytes / (arch.bandwidth_tbps * 1e6)
     in_flight = np.minimum(per_unit, resident) * config["num_stages"] * tile_kv * row_bytes * units
 
+    # A program reads the query tokens anew for each request that it works on.
+    runs = np.where(
+        balanced,
+        np.minimum(batch * groups + programs, all_tiles),
+        batch * groups * np.minimum(split_kv, mean_tiles),
+    )
+    q_bytes = runs * fuse_n * heads * shape["head_dim"]
+
     read_us, product_us = _limits_us(shape, arch)
     unit_rate = arch.fp8_tflops * 1e6 / units  # flops per microsecond of one compute unit
     step_us = 2.0 * tile_kv * columns_ * shape["head_dim"] / unit_rate
@@ -227,6 +250,14 @@ def config_features(shape: Columns, config: Columns, arch: Arch) -> Floats:
         _log2(in_flight / (batch * mean * row_bytes), 1e-6),
         _log2(steps),
         _log2(estimate / np.maximum(read_us, product_us), 1e-6),
+        config["products"],
+        config["all_products"],
+        _log2(config["most_tokens"] * heads),
+        *register_columns(heads, config),
+        config["token_imbalance"],
+        _log2(q_bytes / (batch * groups * mean * row_bytes), 1e-6),
+        _log2(runs / working),
+        _log2(q_bytes / working),
     )
     return _on_grid(columns)
 

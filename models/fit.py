@@ -38,7 +38,7 @@ LEVEL_PARAMETERS: dict[str, Any] = {
     "noise_level": [1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2],
 }
 # A config this far from its shape's best, in log time, weighs half.
-HALF_WEIGHT = 0.2
+HALF_WEIGHT = 0.1
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,9 @@ from tilewise.errors import InvalidBundleError
 INSIDE = "inside"
 # Sizes that were held out at training. Beyond others, nothing is known of predicted gains.
 AXES = ("batch_size", "next_n", "max_context_len", "heads")
-CONFIDENCE = 0.99  # of all shapes, at most the rest may get a pick that is slower than the default by more than noise
+# Of all shapes, at most the rest may get a pick that is slower than the default by more than noise. Predicted gains are
+# small where they are uncertain, and mostly right in sign: more confidence costs more than it saves (docs/log.md).
+CONFIDENCE = 0.98
 # Beyond what was measured errors have no bound, and one size held out stands for all ways of being beyond it.
 BEYOND_CONFIDENCE = 0.997
 FEWEST_TRIALS = 20
@@ -60,7 +62,7 @@ class Guard:
         `beyond` has, for each size that leaves what was measured, by how many doublings. None: no gain is sure there.
         """
         inside = self.needed.get(INSIDE)
-        gain = noise if inside is None or inside.gain is None else max(noise, inside.gain)
+        gain = noise if inside is None or inside.gain is None else inside.gain
         if not beyond:
             return gain, f"a predicted gain of {100 * gain:.1f} % is asked for, which {self._share()} of picks keep"
         if len(beyond) > 1:
@@ -98,11 +100,11 @@ class Guard:
         return cls(confidence, needed)
 
 
-def needed_gain(trials: Sequence[Trial], noise: float, confidence: float = CONFIDENCE) -> Needed:
+def needed_gain(trials: Sequence[Trial], noise: float, least: float, confidence: float = CONFIDENCE) -> Needed:
     """The least gain at which the picks of these trials are slower than the default, by more than noise, rarely enough.
 
     Rarely enough: were a new shape one of n + 1 like these, in any order, at most 1 - confidence of them, counting the
-    new one as a loss. With fewer shapes than that can be told of, none may be a loss.
+    new one as a loss. With fewer shapes than that can be told of, none may be a loss. It is at least `least`.
     """
     reach = round(max((trial.reach for trial in trials), default=0.0), 6)
     if len(trials) < FEWEST_TRIALS:
@@ -110,7 +112,7 @@ def needed_gain(trials: Sequence[Trial], noise: float, confidence: float = CONFI
     tolerance = math.log1p(noise)
     allowed = max(0, math.floor((1.0 - confidence) * (len(trials) + 1)) - 1)
     lost = sorted((trial.predicted for trial in trials if trial.real < -tolerance), reverse=True)
-    bound = lost[allowed] if len(lost) > allowed else 0.0
-    gain = max(noise, math.ceil(math.expm1(bound) / STEP + 1e-6) * STEP)
+    gain = math.ceil(math.expm1(lost[allowed]) / STEP + 1e-6) * STEP if len(lost) > allowed else 0.0
+    gain = max(least, gain)
     losses = sum(at > math.log1p(gain) for at in lost)
     return Needed(round(gain, 6), len(trials), losses, reach)

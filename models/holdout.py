@@ -15,7 +15,7 @@ from tilewise.models.choice import first_best
 from tilewise.models.features import floors_us, shape_columns
 from tilewise.models.fit import Examples, fit
 from tilewise.models.guard import AXES, BEYOND_CONFIDENCE, CONFIDENCE, INSIDE, Guard, Needed, Trial, needed_gain
-from tilewise.models.judging import assign_folds
+from tilewise.models.judging import assign_folds, typical_noise
 from tilewise.models.measurements import Measurements
 
 Floats = npt.NDArray[np.float64]
@@ -192,10 +192,10 @@ def calibrate(
     progress: Progress | None = None,
 ) -> Guard:
     """The gains that are asked for, from the trials of folds and from new ones beyond each size."""
-    needed: dict[str, Needed] = {INSIDE: needed_gain(inside, noise)}
+    needed: dict[str, Needed] = {INSIDE: needed_gain(inside, noise, typical_noise(measured))}
     ids = None if among is None else list(among)
     for axis in axes:
         splits = axis_splits(measured.shapes, axis, ids)
         made = hold_out(measured, arch, data, splits, seed=seed, jobs=jobs, what=f"beyond {axis}", progress=progress)
-        needed[axis] = needed_gain(trials(measured, arch, splits, made, axis), noise, BEYOND_CONFIDENCE)
+        needed[axis] = needed_gain(trials(measured, arch, splits, made, axis), noise, noise, BEYOND_CONFIDENCE)
     return Guard(CONFIDENCE, needed)

@@ -128,6 +128,14 @@ def noise_margin(measured: Measurements) -> float:
     return float(np.clip(noise["p90"], 0.001, 0.03))
 
 
+def typical_noise(measured: Measurements) -> float:
+    """The ratio less 1 within which two passes of one cell agree half of the time; the noise margin where too few were
+    timed twice to tell."""
+    noise = noise_of(measured)
+    margin = noise_margin(measured)
+    return margin if noise["pairs"] < FEWEST_PAIRS else float(np.clip(noise["p50"], 0.001, margin))
+
+
 def figures(judged: Sequence[Judged], picks: Mapping[int, int | None], *, duels: bool = True) -> dict[str, Any]:
     """Regret of some picks. One without a time counts as a failure, at the time of the shape's slowest config.
 
