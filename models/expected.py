@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tilewise.kernels.arch import Arch
-from tilewise.kernels.paged_mqa_logits.spec import Config, Shape, Verdicts, candidates, cdiv, default_config
+from tilewise.kernels.paged_mqa_logits.spec import Config, Shape, Verdicts, candidates, cdiv, default_config, space
 from tilewise.models.choice import choose, first_best
 
 Floats = npt.NDArray[np.float64]
@@ -77,8 +77,10 @@ def as_run(config: Config, shape: Shape) -> Config:
     """The config that does the same work at this shape: no more splits than there are tiles of context.
 
     One config serves every context of a graph. Where a context has fewer tiles than splits, the other programs end at
-    once; what is offered and measured for such a shape is the config without them.
+    once; what is offered and measured for such a shape is the config without them. And what its kernel offers there in
+    place of a config for longer contexts stands for it (`Space.as_offered`).
     """
+    config = space(config.kernel).as_offered(shape, config)
     tiles = max(1, cdiv(shape.max_context_len, config.tile_kv))
     if config.split_kv <= tiles:
         return config

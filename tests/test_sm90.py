@@ -109,6 +109,20 @@ def test_every_served_shape_has_a_valid_default_and_candidates(heads: int, head_
         assert {c.schedule for c in valid} == {"balanced", "even"}
 
 
+@pytest.mark.parametrize("heads", [16, 32, 64, 128])
+@pytest.mark.parametrize("next_n", range(1, 9))
+def test_a_config_for_long_contexts_has_a_stand_in_on_offer_at_shorter_ones(next_n: int, heads: int) -> None:
+    longest = Shape(16, next_n, heads, 128, 64, 131072)
+    for config in space.candidates(longest, H200):
+        for context in (131072, 16384, 8192, 4096, 512):
+            shape = dataclasses.replace(longest, max_context_len=context, mean_context_len=context)
+            other = space.as_offered(shape, config)
+            assert other in space.candidates(shape, H200)
+            assert dataclasses.replace(other, num_stages=config.num_stages) == config
+            assert other.num_stages <= config.num_stages
+            assert space.as_offered(longest, other) == other, "a short ring is not called a long one"
+
+
 @pytest.mark.parametrize(
     ("change", "shape_change", "words"),
     [

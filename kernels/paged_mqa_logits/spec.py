@@ -147,6 +147,10 @@ class Space(Protocol):
 
     def default_config(self, shape: Shape, arch: Arch) -> Config | None: ...
 
+    def as_offered(self, shape: Shape, config: Config) -> Config:
+        """What is on offer for this shape in place of a config that was chosen for a longer context."""
+        ...
+
 
 # Kernel name to the module with its space. The first one that runs on an arch gives that arch's default config.
 SPACES: dict[str, str] = {

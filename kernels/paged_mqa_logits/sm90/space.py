@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 from tilewise.kernels.arch import Arch
@@ -146,6 +147,19 @@ def default_config(shape: Shape, arch: Arch) -> Config | None:
         if why_invalid(shape, config, arch) is None:
             return config
     return None
+
+
+def as_offered(shape: Shape, config: Config) -> Config:
+    """The same with the ring of a launch this short, if that is a shorter one; it takes at most 0.25 us less."""
+    if config.ctas_per_sm > 1 or config.consumers == 1:
+        return config
+    stages = _stages(shape)[config.consumers // config.token_split == 3]
+    return config if config.num_stages <= stages else _with_stages(config, stages)
+
+
+@functools.lru_cache(maxsize=4096)
+def _with_stages(config: Config, num_stages: int) -> Config:
+    return dataclasses.replace(config, num_stages=num_stages)
 
 
 @functools.lru_cache(maxsize=16384)  # making one anew takes longer than all else that is done with it
