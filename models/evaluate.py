@@ -20,7 +20,7 @@ from tilewise.models.baselines import best_configs, nearest_pick, rule_pick
 from tilewise.models.choice import choose, first_best
 from tilewise.models.duels import LIMIT, beyond
 from tilewise.models.fit import Examples, examples
-from tilewise.models.guard import BEYOND_CONFIDENCE, CONFIDENCE, INSIDE, Guard, Trial, needed_gain
+from tilewise.models.guard import CONFIDENCE, INSIDE, Guard, Trial, beyond_confidence, needed_gain
 from tilewise.models.holdout import (
     RANGED,
     Prediction,
@@ -352,6 +352,6 @@ def _guard_without(bench: Bench, field: str, inside: Sequence[Trial], tried: Seq
         CONFIDENCE,
         {
             INSIDE: needed_gain([trial for trial in inside if trial.shape_id not in held], bench.noise, bench.typical),
-            field: needed_gain(own, bench.noise, bench.noise, BEYOND_CONFIDENCE),
+            field: needed_gain(own, bench.noise, bench.noise, beyond_confidence(field)),
         },
     )

@@ -25,6 +25,8 @@ AXES = ("batch_size", "next_n", "max_context_len", "heads")
 CONFIDENCE = 0.98
 # Beyond what was measured errors have no bound, and one size held out stands for all ways of being beyond it.
 BEYOND_CONFIDENCE = 0.997
+# Of next_n the features say more, so that a few losses among the trials may be allowed (docs/log.md).
+CONFIDENCE_BEYOND = {"next_n": 0.99}
 FEWEST_TRIALS = 20
 STEP = 1e-4  # gains are rounded up to this, so that they are the same on every machine
 
@@ -98,6 +100,11 @@ class Guard:
                 raise InvalidBundleError(f"guard trials of {name} must be numbers, got {one!r}")
             needed[str(name)] = Needed(gain, *counts, reach)
         return cls(confidence, needed)
+
+
+def beyond_confidence(axis: str) -> float:
+    """The confidence of the gain asked for beyond a size."""
+    return CONFIDENCE_BEYOND.get(axis, BEYOND_CONFIDENCE)
 
 
 def needed_gain(trials: Sequence[Trial], noise: float, least: float, confidence: float = CONFIDENCE) -> Needed:

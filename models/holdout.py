@@ -14,7 +14,7 @@ from tilewise.models.bundle import unsquash
 from tilewise.models.choice import first_best
 from tilewise.models.features import floors_us, shape_columns
 from tilewise.models.fit import Examples, fit
-from tilewise.models.guard import AXES, BEYOND_CONFIDENCE, CONFIDENCE, INSIDE, Guard, Needed, Trial, needed_gain
+from tilewise.models.guard import AXES, CONFIDENCE, INSIDE, Guard, Needed, Trial, beyond_confidence, needed_gain
 from tilewise.models.judging import assign_folds, typical_noise
 from tilewise.models.measurements import Measurements
 
@@ -197,5 +197,6 @@ def calibrate(
     for axis in axes:
         splits = axis_splits(measured.shapes, axis, ids)
         made = hold_out(measured, arch, data, splits, seed=seed, jobs=jobs, what=f"beyond {axis}", progress=progress)
-        needed[axis] = needed_gain(trials(measured, arch, splits, made, axis), noise, noise, BEYOND_CONFIDENCE)
+        tried = trials(measured, arch, splits, made, axis)
+        needed[axis] = needed_gain(tried, noise, noise, beyond_confidence(axis))
     return Guard(CONFIDENCE, needed)

@@ -32,7 +32,7 @@ from tilewise.models.features import (
 )
 from tilewise.models.fit import RANK_MEMBERS, examples, fit_level, fit_rank
 from tilewise.models.forest import export
-from tilewise.models.guard import FEWEST_TRIALS, Guard, Needed, Trial, needed_gain
+from tilewise.models.guard import CONFIDENCE, FEWEST_TRIALS, Guard, Needed, Trial, beyond_confidence, needed_gain
 from tilewise.models.holdout import edge_splits, fold_splits, hold_out, reach_of, trials, value_splits
 from tilewise.models.judging import (
     Judged,
@@ -412,6 +412,7 @@ def test_the_gain_asked_for_is_that_above_which_losses_are_rare_enough() -> None
     assert needed_gain(some_trials(149, losses), 0.01, 0.003, 0.99).gain == pytest.approx(math.expm1(0.09), abs=2e-4)
     assert needed_gain(some_trials(99, {0.5: -0.005}), 0.01, 0.003).gain == 0.003  # slower within noise is no loss
     assert needed_gain(some_trials(FEWEST_TRIALS - 1, {}), 0.01, 0.003).gain is None
+    assert CONFIDENCE < beyond_confidence("next_n") < beyond_confidence("heads") < 1.0
 
 
 def test_beyond_what_was_measured_more_is_asked_for_and_far_beyond_nothing_is_sure() -> None:
