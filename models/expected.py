@@ -11,7 +11,16 @@ import numpy as np
 import numpy.typing as npt
 
 from tilewise.kernels.arch import Arch
-from tilewise.kernels.paged_mqa_logits.spec import Config, Shape, Verdicts, candidates, cdiv, default_config, space
+from tilewise.kernels.paged_mqa_logits.spec import (
+    SPACES,
+    Config,
+    Shape,
+    Verdicts,
+    candidates,
+    cdiv,
+    default_config,
+    space,
+)
 from tilewise.models.choice import choose, first_best
 
 Floats = npt.NDArray[np.float64]
@@ -80,7 +89,8 @@ def as_run(config: Config, shape: Shape) -> Config:
     once; what is offered and measured for such a shape is the config without them. And what its kernel offers there in
     place of a config for longer contexts stands for it (`Space.as_offered`).
     """
-    config = space(config.kernel).as_offered(shape, config)
+    if config.kernel in SPACES:  # a bundle may name kernels that are not installed
+        config = space(config.kernel).as_offered(shape, config)
     tiles = max(1, cdiv(shape.max_context_len, config.tile_kv))
     if config.split_kv <= tiles:
         return config

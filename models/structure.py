@@ -11,7 +11,7 @@ from typing import Any
 
 from tilewise.kernels.paged_mqa_logits.sm90.pieces import first_token, product_count
 from tilewise.kernels.paged_mqa_logits.sm90.resources import CONSUMER_REGISTERS, REGISTERS_PER_SM
-from tilewise.kernels.paged_mqa_logits.spec import Config
+from tilewise.kernels.paged_mqa_logits.spec import MAX_NEXT_N, Config
 
 # What follows from the config alone.
 DERIVED = ("hopper", "most_tokens", "products", "all_products", "registers", "token_imbalance")
@@ -22,11 +22,14 @@ PLAIN_REGISTERS, REGISTERS_PER_PRODUCT = 26.0, 6.0
 def derived(config: Config) -> tuple[float, ...]:
     """The numbers of DERIVED: whether it is of the Hopper kernel; query tokens and products of the consumer that has
     most; products of all consumers of a set; registers of a consumer's thread; those tokens over an even share."""
-    fuse_n, dot_n = max(config.fuse_n, 1), max(config.dot_n, 1)
+    # A config from a damaged file may say anything; what no launch has is taken for the most that one has.
+    fuse_n, dot_n = min(max(config.fuse_n, 1), MAX_NEXT_N), min(max(config.dot_n, 1), MAX_NEXT_N)
     if config.kernel != "sm90":
         count = float(-(-fuse_n // dot_n))
         return 0.0, float(fuse_n), count, count, 1.0, 1.0
-    split, consumers, per_sm = max(config.token_split, 1), max(config.consumers, 1), max(config.ctas_per_sm, 1)
+    split, consumers, per_sm = (
+        min(max(value, 1), MAX_NEXT_N) for value in (config.token_split, config.consumers, config.ctas_per_sm)
+    )
     starts = [first_token(fuse_n, dot_n, split, part) for part in range(split + 1)]
     tokens = [end - start for start, end in itertools.pairwise(starts)]
     products = [product_count(own, dot_n) for own in tokens]

@@ -47,6 +47,7 @@ from tilewise.models.measurements import measurements
 from tilewise.models.regime import Regime
 from tilewise.models.smooth import Smooth
 from tilewise.models.smooth import export as export_smooth
+from tilewise.models.structure import derived
 from tilewise.models.transfer import transfer
 
 
@@ -87,6 +88,12 @@ def test_floors_are_the_specs(shape: Shape) -> None:
 
 def test_features_name_each_column_once() -> None:
     assert len(set(FEATURES)) == len(FEATURES)
+
+
+def test_the_structure_of_a_config_from_a_damaged_file_is_small() -> None:
+    huge = dict.fromkeys(("fuse_n", "dot_n", "consumers", "token_split", "ctas_per_sm"), 1 << 31)
+    for kernel in ("sm90", "portable"):
+        assert max(derived(Config(kernel=kernel, **huge))) <= 1 << 16
 
 
 @pytest.mark.parametrize("heads", [16, 32, 64, 128])

@@ -209,6 +209,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path, checkout: Path) -
         "data/profiles/*/*.parquet",
         "data/published/*",
         "data/audit/*",
+        "data/peers/*",
         "models/fitted/**/*",
         "service/dashboard/*",
     )
