@@ -12,8 +12,7 @@ from tilewise.cli_output import note
 from tilewise.kernels.arch import get_arch
 from tilewise.kernels.paged_mqa_logits.spec import Config, Shape
 from tilewise.kernels.shape_sets import SETS, named_set, read_targets, target_line
-
-DEFAULT_LIMIT = 0.05
+from tilewise.models.duels import LIMIT
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,9 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--duels-limit",
         type=_share,
-        default=DEFAULT_LIMIT,
+        default=LIMIT,
         metavar="X",
-        help=f"what is too much, a ratio less 1 (default: {DEFAULT_LIMIT})",
+        help=f"what is too much, a ratio less 1 (default: {LIMIT})",
     )
     parser.add_argument(
         "--shapes",

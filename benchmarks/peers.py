@@ -1,6 +1,7 @@
 """Ours beside DeepGEMM in every mode it can serve a launch, and beside plain Triton. Needs an H200 and DeepGEMM.
 
     python benchmarks/peers.py --choose                          1: fix a config for each launch, in a run of its own
+                                                                 (or peers_from_profile.py, for what a profile holds)
     python benchmarks/peers.py --duel --select --duel-again      2: duel the fixed configs, and what select picks
     python benchmarks/peers.py --host                            3: what a call costs the host
     python benchmarks/peers.py --check                           the drop-in over the real DeepGEMM, on the GPU

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tilewise.models.judging import Judged
+if TYPE_CHECKING:  # the command line reads LIMIT whatever it is asked for
+    from tilewise.models.judging import Judged
 
 LIMIT = 0.05  # ratio less 1; a pick that loses more is duelled again
 

@@ -53,12 +53,8 @@ WORST = (
     "worst_regret", "worst_against_default", "failures", "predicted_time_worst_error", "second_pass_worst_regret",
     "second_pass_worst_against_default",
 )  # fmt: skip
-SECOND_PASS = (
-    "geomean_regret",
-    "p90_regret",
-    "worst_regret",
-    "worst_against_default",
-)  # figures that are given so, too
+# Figures that are given by the second pass alone, too.
+SECOND_PASS = ("geomean_regret", "p90_regret", "worst_regret", "worst_against_default")
 
 
 @dataclasses.dataclass(frozen=True)

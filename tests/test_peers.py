@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
 
 import peers as command  # noqa: E402
+import peers_from_profile  # noqa: E402
 import peers_rows as rows_file  # noqa: E402
 import peers_summary as summary  # noqa: E402
 from paged_cache import make_problem  # noqa: E402
@@ -160,6 +161,24 @@ def row(name, roles, us, *, attempt=1, tokens=None, status="correct"):
         **base_row(entry, attempt), "roles": roles, "tokens_per_row": tokens, "kernel": "deep_gemm" if tokens else "x",
         "config": config, "status": status, "latency_us": us, "read_tbps": 4.5, "fp8_tflops": 1430.0, "run_id": "r",
     }  # fmt: skip
+
+
+def test_choices_from_a_profile_are_the_fastest_of_both_passes():
+    entry = next(entry for entry in entries() if entry.name == "64/32k/1/4")
+    a, b = [config for config in choice_candidates(entry.shape, H200, None) if config.kernel == "sm90"][:2]
+
+    def row(config, latency_us, pass_index, **more):
+        return {
+            **entry.shape.to_dict(), **config.to_dict(), "contexts": "uniform", "status": "correct",
+            "latency_us": latency_us, "pass_index": pass_index, **more,
+        }  # fmt: skip
+
+    rows = [row(a, 10.0, 0), row(b, 11.0, 0), row(a, 10.0, 1), row(b, 9.0, 1), row(a, 1.0, 2)]
+    rows += [row(a, 1.0, 0, contexts="log_uniform"), row(a, None, 0, status="runtime")]
+    found = peers_from_profile.fixed(rows)
+    assert list(found) == [entry.name]
+    assert found[entry.name]["ours"] == found[entry.name]["sm90"] == b.to_dict()
+    assert Config.from_dict(found[entry.name]["portable"]).kernel == "portable"
 
 
 def test_figures_come_from_the_last_attempt_and_the_best_mode(tmp_path):
