@@ -41,7 +41,7 @@ def launch(
     if q.device.type == "cpu" and not knobs.runtime.interpret:
         raise UnsupportedError("tensors on the CPU need Triton's interpreter: set TRITON_INTERPRET=1 before importing")
     options = {"waves_per_eu": config.waves_per_eu} if config.waves_per_eu else {}
-    _paged_mqa_logits_kernel[(shape.batch_size * config.groups(shape.next_n) * config.split_kv,)](
+    _paged_mqa_logits_kernel[(config.groups(shape.next_n), config.split_kv, shape.batch_size)](
         q,
         kv_cache.view(torch.float8_e4m3fn),
         kv_cache.view(torch.float32),
@@ -77,6 +77,7 @@ def _constexprs(shape: Shape, config: Config, traits: Traits) -> dict[str, int |
         "WEIGHTS_DENSE": traits.dense_weights,
         "LENS_2D": traits.per_token_lens,
         "MASKED": shape.next_n % config.fuse_n != 0,
+        "PREFETCH": torch.version.cuda is not None and not knobs.runtime.interpret,
     }
 
 

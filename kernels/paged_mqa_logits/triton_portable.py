@@ -151,13 +151,12 @@ def _paged_mqa_logits_kernel(
     WEIGHTS_DENSE: tl.constexpr,  # contiguous, and aligned to 16 bytes; else rows stride_w apart
     LENS_2D: tl.constexpr,
     MASKED: tl.constexpr,  # next_n is no multiple of FUSE_N: the last group has fewer tokens
+    PREFETCH: tl.constexpr,  # on NVIDIA GPUs
 ):
     # Token groups run fastest: programs that read the same K are neighbours, and meet in the cache.
-    groups = tl.cdiv(next_n, FUSE_N)
-    pid = tl.program_id(0)
-    token0 = (pid % groups) * FUSE_N
-    part = (pid // groups) % split_kv
-    batch = pid // groups // split_kv
+    token0 = tl.program_id(0) * FUSE_N
+    part = tl.program_id(1)
+    batch = tl.program_id(2)
 
     lens_ptr += batch.to(tl.int64) * stride_lens
     if LENS_2D:
@@ -165,10 +164,24 @@ def _paged_mqa_logits_kernel(
         context_len = tl.max(tl.load(lens_ptr + each, mask=each < next_n, other=0), 0)
     else:
         context_len = tl.load(lens_ptr)
+    table_ptr += batch.to(tl.int64) * stride_table
+    a_part = 1.0 / split_kv.to(tl.float32)
+    if PREFETCH:
+        # Where this part begins if the request is as long as the table, about: those page ids go to the cache while the
+        # length arrives.
+        entry = (part.to(tl.float32) * a_part * (max_columns // BLOCK_KV).to(tl.float32)).to(tl.int32)
+        entry = tl.minimum(entry, tl.maximum(max_columns - 1, 0) // BLOCK_KV)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [table_ptr + entry], dtype=tl.int32, is_pure=False, pack=1
+        )
     extent = tl.minimum(tl.maximum(context_len, 0), max_columns)
     tiles = tl.cdiv(extent, TILE_KV)
-    share = tiles // split_kv
-    extra = tiles % split_kv
+    # tiles // split_kv and its rest: an integer division would take a hundred cycles, and they are all waited for.
+    share = (tiles.to(tl.float32) * a_part).to(tl.int32)
+    extra = tiles - share * split_kv
+    off = tl.where(extra < 0, -1, 0) + tl.where(extra >= split_kv, 1, 0)
+    share += off
+    extra -= off * split_kv
     first = part * share + tl.minimum(part, extra)
     last = first + share + tl.where(part < extra, 1, 0)
     # No early return for an empty part: the queries would then wait for the lengths, and small launches would feel it.
@@ -177,7 +190,6 @@ def _paged_mqa_logits_kernel(
     q_ptr += batch.to(tl.int64) * stride_q_16 * 16
     w_ptr += row0 * stride_w
     out_ptr += row0 * stride_out
-    table_ptr += batch.to(tl.int64) * stride_table
 
     PIECES: tl.constexpr = _num_pieces(FUSE_N, DOT_N)
     queries = ()
