@@ -9,6 +9,7 @@ is linear, whatever its swizzle.
 from __future__ import annotations
 
 import importlib
+import itertools
 import sys
 import threading
 import time
@@ -92,6 +93,7 @@ for _name, _function in {
     "add": torch.add,
     "sub": torch.sub,
     "mul": torch.mul,
+    "truediv": torch.div,
     "floordiv": lambda a, b: torch.div(a, b, rounding_mode="trunc"),
     "mod": torch.fmod,
     "and": torch.bitwise_and,
@@ -317,8 +319,8 @@ def _language() -> types.ModuleType:
         "constexpr": lambda x: x,
         "static_range": range,
         "static_assert": lambda good, words: None if good else (_ for _ in ()).throw(AssertionError(words)),
-        "program_id": lambda axis: Value(_program.id),
-        "num_programs": lambda axis: Value(_program.count),
+        "program_id": lambda axis: Value(_program.id[axis]),
+        "num_programs": lambda axis: Value(_program.grid[axis]),
         "num_warps": lambda: 4,
         "to_tensor": Value,
         "arange": lambda a, b, layout=None: Value(torch.arange(a, b, dtype=torch.int32)),
@@ -418,8 +420,11 @@ def load_kernel() -> Callable[..., None]:
     return kernel  # type: ignore[no-any-return]
 
 
-def run(kernel: Callable[..., None], grid: int, arguments: list[Any], constants: dict[str, Any]) -> None:
+def run(
+    kernel: Callable[..., None], grid: tuple[int, int, int], arguments: list[Any], constants: dict[str, Any]
+) -> None:
     """Every workgroup after the other."""
-    for program in range(grid):
-        _program.id, _program.count = program, grid
+    _program.grid = grid
+    for program in itertools.product(*map(range, grid)):
+        _program.id = program
         kernel(*arguments, **constants)

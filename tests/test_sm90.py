@@ -258,7 +258,9 @@ def emulate(kernel: Callable[..., None], p: Problem, given: Config, workgroups: 
         p.weights.stride(0), whole.stride(0),
     )  # fmt: skip
     parts = batch_size * given.groups(next_n)
-    grid = min(workgroups, parts * -(-columns // 64)) if given.schedule == "balanced" else parts * given.split_kv
+    grid = (given.split_kv, given.groups(next_n), batch_size)
+    if given.schedule == "balanced":
+        grid = (min(workgroups, parts * -(-columns // 64)), 1, 1)
     constants = build.constants(shape, given, p.context_lens.dim() == 2)
     gluon_on_cpu.run(kernel, grid, [*descriptors, *pointers, *map(gluon_on_cpu.Value, numbers)], constants)
     expected, work = reference_logits(*p.arguments)

@@ -215,9 +215,9 @@ def _paged_mqa_logits_kernel(
         lane = gl.arange(0, CHUNK, layout=gl.BlockedLayout([CHUNK // 32], [32], [gl.num_warps()], [0]))
         length = _lengths(p, lane, lane < batch_size)
     else:
-        split = gl.program_id(0) % split_kv
-        group = gl.program_id(0) // split_kv % p.GROUPS
-        request = gl.program_id(0) // split_kv // p.GROUPS
+        split = gl.program_id(0)
+        group = gl.program_id(1)
+        request = gl.program_id(2)
         length = _lengths(p, request, True)
     _ask_for_page_ids(p, split_kv)
 

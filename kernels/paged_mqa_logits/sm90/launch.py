@@ -81,9 +81,11 @@ class PreparedLaunch:
             weights_stride,
             out.stride(0),
         ]
-        parts = batch_size * self._groups
-        grid = min(self._workgroups, parts * -(-max_columns // 64)) if self._balanced else parts * self._split_kv
-        if grid > 0:
+        if self._balanced:
+            grid = (min(self._workgroups, batch_size * self._groups * -(-max_columns // 64)), 1, 1)
+        else:
+            grid = (self._split_kv, self._groups, batch_size)
+        if grid[0] * batch_size > 0:
             self._launch(grid, self._stream(self._device), arguments)
 
     def _encode_k(self, key: Dims) -> list[Any]:

@@ -22,22 +22,19 @@ def _lengths(p, request, mask):
 def _ask_for_page_ids(p, split_kv):
     # Page ids that this workgroup will read if every request is as long as its table go to the L2 cache while the
     # lengths arrive. A wrong guess costs a few of its lines.
-    tiles = (p.max_columns + 63) // 64
-    pid = gl.program_id(0)
+    # In floating point: integer divisions would take longer, and a tile more or less does not matter.
+    pages = (p.max_columns + p.BLOCK_KV - 1) // p.BLOCK_KV
+    part = gl.program_id(0).to(gl.float32) / gl.num_programs(0).to(gl.float32)
     if p.BALANCED:
-        count = p.batch_size * tiles * p.GROUPS // gl.num_programs(0)
-        request = pid * count // (tiles * p.GROUPS)
-        tile = pid * count % tiles
+        at = part * p.batch_size.to(gl.float32)
+        request = gl.minimum(at.to(gl.int32), p.batch_size - 1)
+        at = (at - request.to(gl.float32)) * p.GROUPS
+        part = at - at.to(gl.int32).to(gl.float32)
     else:
-        count = tiles // split_kv
-        request = pid // split_kv // p.GROUPS
-        tile = pid % split_kv * tiles // split_kv
-    line = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0])) * 32  # 128 bytes of page ids
-    tile = tile + gl.minimum(line, count)
-    entry = tile // (p.BLOCK_KV // 64) if p.BLOCK_KV >= 64 else tile * (64 // p.BLOCK_KV)
-    # Within the table even where the products above are beyond 32 bits.
-    request = gl.minimum(gl.maximum(request, 0), p.batch_size - 1).to(gl.int64)
-    entry = gl.minimum(gl.maximum(entry, 0), (p.max_columns - 1) // p.BLOCK_KV)
+        request = gl.program_id(2)
+    line = gl.arange(0, 2, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0])) * 32  # 128 bytes of page ids
+    entry = gl.minimum((part * pages.to(gl.float32)).to(gl.int32) + line, gl.maximum(pages - 1, 0))
+    request = request.to(gl.int64)
     prefetch(p.block_tables + request * p.table_stride + entry)
 
 
@@ -57,6 +54,18 @@ def _plus(a, b):
 
 
 @gluon.jit
+def _divided(x, y):
+    # x // y and x % y, of numbers that are not negative, in a fraction of the hundred cycles of an integer division. A
+    # first quotient is right to 2^-22, one of what it leaves to less than one.
+    reciprocal = 1.0 / y.to(gl.float32)
+    quotient = (x.to(gl.float32) * reciprocal).to(gl.int32)
+    quotient += ((x - quotient * y).to(gl.float32) * reciprocal).to(gl.int32)
+    rest = x - quotient * y
+    off = (rest >= y).to(gl.int32) - (rest < 0).to(gl.int32)
+    return quotient + off, rest - off * y
+
+
+@gluon.jit
 def _balanced_share(p, lane, length, CHUNK: gl.constexpr, CHUNKS: gl.constexpr):
     # Every warp holds a whole chunk of requests, so that scan and sums stay in registers and shuffles. CHUNKS is False
     # where one chunk covers the batch; otherwise a first loop adds up the tiles, a second one finds the chunk.
@@ -69,8 +78,7 @@ def _balanced_share(p, lane, length, CHUNK: gl.constexpr, CHUNKS: gl.constexpr):
     total = gl.sum(added, 0)
     programs = gl.num_programs(0)
     pid = gl.program_id(0)
-    each = total // programs
-    extra = total % programs
+    each, extra = _divided(total, programs)
     start = pid * each + gl.minimum(pid, extra)
     count = each + (pid < extra).to(gl.int32)
     request = 0
@@ -97,8 +105,9 @@ def _balanced_share(p, lane, length, CHUNK: gl.constexpr, CHUNKS: gl.constexpr):
 @gluon.jit
 def _even_share(p, request, group, split, split_kv, length):
     tiles = _tiles(p, length)
-    first = split * tiles // split_kv
-    return Share(request, group, first, (split + 1) * tiles // split_kv - first, length)
+    each, extra = _divided(tiles, split_kv)
+    first = split * each + gl.minimum(split, extra)
+    return Share(request, group, first, each + (split < extra).to(gl.int32), length)
 
 
 @gluon.jit
