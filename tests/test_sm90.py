@@ -213,6 +213,11 @@ CASES = {
     "heads 32 dot 4": (RAGGED, 6, config(6, 4), {"heads": 32}),
     **{f"batch {b}": (tuple(i * 7 % 150 for i in range(b)), 2, config(2, 2), {"heads": 32}) for b in (65, 257, 1500)},
     "all empty": ((0,) * 33, 4, config(4, 2), {}),
+    **{
+        f"one request of {c}, fuse {f}": ((c,), 4, config(f, min(2, f)), {})
+        for c in (0, 1, 64, 1000)
+        for f in (4, 2, 1)
+    },
 }
 
 

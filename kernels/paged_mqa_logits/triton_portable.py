@@ -172,7 +172,12 @@ def _paged_mqa_logits_kernel(
         entry = (part.to(tl.float32) * a_part * (max_columns // BLOCK_KV).to(tl.float32)).to(tl.int32)
         entry = tl.minimum(entry, tl.maximum(max_columns - 1, 0) // BLOCK_KV)
         tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [table_ptr + entry], dtype=tl.int32, is_pure=False, pack=1
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+            "=r,l",
+            [table_ptr + entry],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
         )
     extent = tl.minimum(tl.maximum(context_len, 0), max_columns)
     tiles = tl.cdiv(extent, TILE_KV)

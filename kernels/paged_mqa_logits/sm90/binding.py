@@ -45,7 +45,7 @@ class Launch:
         return [encoded, *shape, *strides]
 
     def __call__(self, grid: tuple[int, int, int], stream: int, arguments: list[Any]) -> None:
-        """Launch a grid of workgroups; `arguments` are descriptors' parts, addresses and numbers in the kernel's order."""
+        """Launch a grid; `arguments` are descriptors' parts, addresses and numbers in the kernel's order."""
         arguments += self._constants
         if self._shared:
             self._launch(*grid, stream, *self._front, *self._shared, arguments)

@@ -32,6 +32,7 @@ from tilewise.kernels.paged_mqa_logits.sm90.schedule import (
     _extent,
     _following_length,
     _lengths,
+    _single_share,
     _tiles,
 )
 from tilewise.kernels.paged_mqa_logits.sm90.state import Buffers, Part, Problem
@@ -212,8 +213,12 @@ def _paged_mqa_logits_kernel(
     )  # fmt: skip
     # The lengths are asked for before anything else: the barriers are set up while they arrive.
     if BALANCED:
-        lane = gl.arange(0, CHUNK, layout=gl.BlockedLayout([CHUNK // 32], [32], [gl.num_warps()], [0]))
-        length = _lengths(p, lane, lane < batch_size)
+        if CHUNK == 1:
+            lane = 0
+            length = _lengths(p, 0, True)
+        else:
+            lane = gl.arange(0, CHUNK, layout=gl.BlockedLayout([CHUNK // 32], [32], [gl.num_warps()], [0]))
+            length = _lengths(p, lane, lane < batch_size)
     else:
         split = gl.program_id(0)
         group = gl.program_id(1)
@@ -246,7 +251,10 @@ def _paged_mqa_logits_kernel(
     fence_async_shared()
 
     if BALANCED:
-        share = _balanced_share(p, lane, length, CHUNK, CHUNKS)
+        if CHUNK == 1:
+            share = _single_share(p, length)
+        else:
+            share = _balanced_share(p, lane, length, CHUNK, CHUNKS)
     else:
         share = _even_share(p, request, group, split, split_kv, length)
 

@@ -103,6 +103,19 @@ def _balanced_share(p, lane, length, CHUNK: gl.constexpr, CHUNKS: gl.constexpr):
 
 
 @gluon.jit
+def _single_share(p, length):
+    # The same for a batch of one.
+    tiles = _tiles(p, length)
+    each, extra = _divided(tiles * p.GROUPS, gl.num_programs(0))
+    pid = gl.program_id(0)
+    tile = pid * each + gl.minimum(pid, extra)
+    group = gl.to_tensor(0)
+    if p.GROUPS > 1:
+        group, tile = _divided(tile, gl.maximum(tiles, 1))
+    return Share(gl.to_tensor(0), group, tile, each + (pid < extra).to(gl.int32), length)
+
+
+@gluon.jit
 def _even_share(p, request, group, split, split_kv, length):
     tiles = _tiles(p, length)
     each, extra = _divided(tiles, split_kv)
