@@ -11,6 +11,7 @@ from paged_cache import Problem, make_problem  # noqa: E402
 from paged_mqa_cases import CASES, Case  # noqa: E402
 
 from tilewise.errors import CaptureError, InvalidConfigError, InvalidShapeError, InvalidTensorError  # noqa: E402
+from tilewise.kernels.paged_mqa_logits import portable_launch  # noqa: E402
 from tilewise.kernels.paged_mqa_logits.launch import paged_mqa_logits, warm_up  # noqa: E402
 from tilewise.kernels.paged_mqa_logits.reference import reference_logits, worst_error  # noqa: E402
 from tilewise.kernels.paged_mqa_logits.spec import Config, Shape  # noqa: E402
@@ -41,6 +42,14 @@ def run_and_compare(problem: Problem, config: Config) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_equals_reference(case: Case, device: str) -> None:
     run_and_compare(case.problem(device), case.config)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("per_token", [False, True])
+def test_more_requests_than_a_grid_takes(per_token: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(portable_launch, "MOST_REQUESTS", 2)
+    lens = [(70, 64), (0, 0), (5, 3), (200, 199), (1, 130)] if per_token else [70, 0, 5, 200, 130]
+    run_and_compare(make_problem(lens, next_n=2, heads=32, device=device), Config(fuse_n=2, dot_n=2, split_kv=3))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -14,6 +14,8 @@ from tilewise.kernels.paged_mqa_logits.spec import Config, Shape
 from tilewise.kernels.paged_mqa_logits.traits import Traits
 from tilewise.kernels.paged_mqa_logits.triton_portable import _paged_mqa_logits_kernel
 
+MOST_REQUESTS = 65535  # of one launch: the third dimension of a grid
+
 
 def launch_key(shape: Shape, config: Config, traits: Traits) -> tuple[object, ...]:
     """Everything that decides which binary runs."""
@@ -37,30 +39,35 @@ def launch(
     config: Config,
     traits: Traits,
 ) -> None:
-    """One launch of batch_size x token groups x split_kv programs."""
+    """Programs for token groups x split_kv x requests, in as many launches as a grid has room for requests."""
     if q.device.type == "cpu" and not knobs.runtime.interpret:
         raise UnsupportedError("tensors on the CPU need Triton's interpreter: set TRITON_INTERPRET=1 before importing")
     options = {"waves_per_eu": config.waves_per_eu} if config.waves_per_eu else {}
-    _paged_mqa_logits_kernel[(config.groups(shape.next_n), config.split_kv, shape.batch_size)](
-        q,
-        kv_cache.view(torch.float8_e4m3fn),
-        kv_cache.view(torch.float32),
-        block_tables,
-        context_lens,
-        weights,
-        out,
-        shape.next_n,
-        config.split_kv,
-        max_columns,
-        q.stride(0) // 16,
-        context_lens.stride(0),
-        block_tables.stride(0),
-        weights.stride(0),
-        out.stride(0),
-        **_constexprs(shape, config, traits),
-        num_warps=config.num_warps,
-        **options,
-    )
+    next_n = shape.next_n
+    grid = (config.groups(next_n), config.split_kv)
+    values, scales = kv_cache.view(torch.float8_e4m3fn), kv_cache.view(torch.float32)
+    for first in range(0, shape.batch_size, MOST_REQUESTS):
+        last = min(first + MOST_REQUESTS, shape.batch_size)
+        _paged_mqa_logits_kernel[(*grid, last - first)](
+            q[first:] if first else q,
+            values,
+            scales,
+            block_tables[first:] if first else block_tables,
+            context_lens[first:] if first else context_lens,
+            weights[first * next_n :] if first else weights,
+            out[first * next_n :] if first else out,
+            next_n,
+            config.split_kv,
+            max_columns,
+            q.stride(0) // 16,
+            context_lens.stride(0),
+            block_tables.stride(0),
+            weights.stride(0),
+            out.stride(0),
+            **_constexprs(shape, config, traits),
+            num_warps=config.num_warps,
+            **options,
+        )
 
 
 def _constexprs(shape: Shape, config: Config, traits: Traits) -> dict[str, int | bool]:
