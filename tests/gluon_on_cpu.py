@@ -9,7 +9,6 @@ is linear, whatever its swizzle.
 from __future__ import annotations
 
 import importlib
-import itertools
 import sys
 import threading
 import time
@@ -319,8 +318,8 @@ def _language() -> types.ModuleType:
         "constexpr": lambda x: x,
         "static_range": range,
         "static_assert": lambda good, words: None if good else (_ for _ in ()).throw(AssertionError(words)),
-        "program_id": lambda axis: Value(_program.id[axis]),
-        "num_programs": lambda axis: Value(_program.grid[axis]),
+        "program_id": lambda axis: Value(_program.id),
+        "num_programs": lambda axis: Value(_program.count),
         "num_warps": lambda: 4,
         "to_tensor": Value,
         "arange": lambda a, b, layout=None: Value(torch.arange(a, b, dtype=torch.int32)),
@@ -398,9 +397,9 @@ def load_kernel() -> Callable[..., None]:
     compat.aggregate = compat.constexpr_function = as_is
     compat.reinterpret = _reinterpret
     compat.tma_load = _tma_load
-    compat.workgroup_barrier = lambda: None
     compat.PROPAGATE_NAN = True
-    compat.prefetch = lambda at: at.checked(None)
+    compat.prefetch = lambda at, asks: at.checked(None)
+    compat.zero_from_here = lambda: 0
     experimental: Any = types.ModuleType("experimental")
     experimental.gluon = gluon
     fakes = {
@@ -420,11 +419,8 @@ def load_kernel() -> Callable[..., None]:
     return kernel  # type: ignore[no-any-return]
 
 
-def run(
-    kernel: Callable[..., None], grid: tuple[int, int, int], arguments: list[Any], constants: dict[str, Any]
-) -> None:
+def run(kernel: Callable[..., None], grid: int, arguments: list[Any], constants: dict[str, Any]) -> None:
     """Every workgroup after the other."""
-    _program.grid = grid
-    for program in itertools.product(*map(range, grid)):
-        _program.id = program
+    for program in range(grid):
+        _program.id, _program.count = program, grid
         kernel(*arguments, **constants)

@@ -46,8 +46,8 @@ def test_equals_reference(case: Case, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("per_token", [False, True])
-def test_more_requests_than_a_grid_takes(per_token: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(portable_launch, "MOST_REQUESTS", 2)
+def test_more_programs_than_one_launch_takes(per_token: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(portable_launch, "MOST_PROGRAMS", 6)
     lens = [(70, 64), (0, 0), (5, 3), (200, 199), (1, 130)] if per_token else [70, 0, 5, 200, 130]
     run_and_compare(make_problem(lens, next_n=2, heads=32, device=device), Config(fuse_n=2, dot_n=2, split_kv=3))
 

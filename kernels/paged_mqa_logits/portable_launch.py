@@ -10,11 +10,11 @@ from triton import knobs
 
 from tilewise.errors import UnsupportedError
 from tilewise.kernels.paged_mqa_logits.prepared import bind
-from tilewise.kernels.paged_mqa_logits.spec import Config, Shape
+from tilewise.kernels.paged_mqa_logits.spec import Config, Shape, low_reciprocal
 from tilewise.kernels.paged_mqa_logits.traits import Traits
 from tilewise.kernels.paged_mqa_logits.triton_portable import _paged_mqa_logits_kernel
 
-MOST_REQUESTS = 65535  # of one launch: the third dimension of a grid
+MOST_PROGRAMS = 1 << 20  # of one launch; up to here the kernel finds its part by fp32 products
 
 
 def launch_key(shape: Shape, config: Config, traits: Traits) -> tuple[object, ...]:
@@ -39,16 +39,17 @@ def launch(
     config: Config,
     traits: Traits,
 ) -> None:
-    """Programs for token groups x split_kv x requests, in as many launches as a grid has room for requests."""
+    """batch_size x token groups x split_kv programs, in as many launches as these take."""
     if q.device.type == "cpu" and not knobs.runtime.interpret:
         raise UnsupportedError("tensors on the CPU need Triton's interpreter: set TRITON_INTERPRET=1 before importing")
     options = {"waves_per_eu": config.waves_per_eu} if config.waves_per_eu else {}
     next_n = shape.next_n
-    grid = (config.groups(next_n), config.split_kv)
+    groups = config.groups(next_n)
+    most = max(1, MOST_PROGRAMS // (groups * config.split_kv))
     values, scales = kv_cache.view(torch.float8_e4m3fn), kv_cache.view(torch.float32)
-    for first in range(0, shape.batch_size, MOST_REQUESTS):
-        last = min(first + MOST_REQUESTS, shape.batch_size)
-        _paged_mqa_logits_kernel[(*grid, last - first)](
+    for first in range(0, shape.batch_size, most):
+        last = min(first + most, shape.batch_size)
+        _paged_mqa_logits_kernel[((last - first) * groups * config.split_kv,)](
             q[first:] if first else q,
             values,
             scales,
@@ -58,6 +59,8 @@ def launch(
             out[first * next_n :] if first else out,
             next_n,
             config.split_kv,
+            low_reciprocal(config.split_kv),
+            low_reciprocal(groups),
             max_columns,
             q.stride(0) // 16,
             context_lens.stride(0),

@@ -18,6 +18,7 @@ SPLIT_TARGETS = (4, 1, 2, 8, 16)
 FEW_TARGETS = (4, 8)
 # (tile_kv, target) of the grid's splits.
 GRID_SPLITS = tuple((tile_kv, per_unit) for tile_kv in (64, 128) for per_unit in SPLIT_TARGETS)
+MAX_SPLIT = 1 << 16
 MAX_DOT_COLUMNS = 256  # one wgmma covers at most 256 columns; more spills accumulators
 
 
@@ -42,8 +43,8 @@ def why_invalid(shape: Shape, config: Config, arch: Arch) -> str | None:
         return f"dot_n x heads must be at least 16 where heads are the rows, got {columns}"
     if config.tile_kv > 256:
         return f"tile_kv must be at most 256, got {config.tile_kv}"
-    if config.split_kv > 65535:
-        return f"split_kv must be at most 65535, the second dimension of a grid, got {config.split_kv}"
+    if config.split_kv > MAX_SPLIT:
+        return f"split_kv must be at most {MAX_SPLIT}, got {config.split_kv}"
     if not 1 <= config.num_stages <= 8:
         return f"num_stages must be 1 to 8, got {config.num_stages}"
     if config.waves_per_eu and arch.vendor != "amd":

@@ -290,6 +290,14 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def low_reciprocal(n: int) -> float:
+    """1 / n, less 2^-22 of it: in fp32 no product with it exceeds the quotient that it stands for. 1 for n below 1.
+
+    With it floor((x + 0.5) / n) is right for x below 2^20, whatever n.
+    """
+    return (1.0 - 2.0**-22) / max(n, 1)
+
+
 def _is_power_of_two(value: int) -> bool:
     return value > 0 and value & (value - 1) == 0
 

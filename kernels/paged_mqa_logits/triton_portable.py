@@ -133,6 +133,8 @@ def _paged_mqa_logits_kernel(
     out_ptr,  # fp32 [batch * next_n, max_columns or wider]
     next_n,
     split_kv,
+    split_portion,  # 1 / split_kv, a little less
+    group_portion,  # 1 / token groups, a little less
     max_columns,  # no column at or past this exists, in the output or in the table
     stride_q_16,  # bytes between requests, divided by 16: the compiler then knows that rows are aligned
     stride_lens,
@@ -154,9 +156,13 @@ def _paged_mqa_logits_kernel(
     PREFETCH: tl.constexpr,  # on NVIDIA GPUs
 ):
     # Token groups run fastest: programs that read the same K are neighbours, and meet in the cache.
-    token0 = tl.program_id(0) * FUSE_N
-    part = tl.program_id(1)
-    batch = tl.program_id(2)
+    # Products with reciprocals take a third of the time of integer divisions, and all that follows waits for these.
+    pid = tl.program_id(0)
+    part = ((pid.to(tl.float32) + 0.5) * group_portion).to(tl.int32)
+    group = pid - part * tl.cdiv(next_n, FUSE_N)
+    token0 = group * FUSE_N
+    batch = ((part.to(tl.float32) + 0.5) * split_portion).to(tl.int32)
+    part -= batch * split_kv
 
     lens_ptr += batch.to(tl.int64) * stride_lens
     if LENS_2D:
@@ -165,30 +171,31 @@ def _paged_mqa_logits_kernel(
     else:
         context_len = tl.load(lens_ptr)
     table_ptr += batch.to(tl.int64) * stride_table
-    a_part = 1.0 / split_kv.to(tl.float32)
     if PREFETCH:
         # Where this part begins if the request is as long as the table, about: those page ids go to the cache while the
-        # length arrives.
-        entry = (part.to(tl.float32) * a_part * (max_columns // BLOCK_KV).to(tl.float32)).to(tl.int32)
+        # length arrives. One thread of one group asks: hundreds that ask for one line keep the cache busy for 1 us.
+        entry = (part.to(tl.float32) * split_portion * (max_columns // BLOCK_KV).to(tl.float32)).to(tl.int32)
         entry = tl.minimum(entry, tl.maximum(max_columns - 1, 0) // BLOCK_KV)
         tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-            "=r,l",
-            [table_ptr + entry],
+            "{ .reg .pred asks; .reg .b32 other; mov.u32 other, %tid.x; or.b32 other, other, $2; "
+            "setp.eq.u32 asks, other, 0; @asks prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
+            "=r,l,r",
+            [table_ptr + entry, group],
             dtype=tl.int32,
             is_pure=False,
             pack=1,
         )
     extent = tl.minimum(tl.maximum(context_len, 0), max_columns)
     tiles = tl.cdiv(extent, TILE_KV)
-    # tiles // split_kv and its rest: an integer division would take a hundred cycles, and they are all waited for.
-    share = (tiles.to(tl.float32) * a_part).to(tl.int32)
+    # tiles // split_kv and its rest. Neither product exceeds its quotient; what is left after both is less than one.
+    share = (tiles.to(tl.float32) * split_portion).to(tl.int32)
+    share += ((tiles - share * split_kv).to(tl.float32) * split_portion).to(tl.int32)
     extra = tiles - share * split_kv
-    off = tl.where(extra < 0, -1, 0) + tl.where(extra >= split_kv, 1, 0)
-    share += off
-    extra -= off * split_kv
+    more = (extra >= split_kv).to(tl.int32)
+    share += more
+    extra -= more * split_kv
     first = part * share + tl.minimum(part, extra)
-    last = first + share + tl.where(part < extra, 1, 0)
+    last = first + share + (part < extra).to(tl.int32)
     # No early return for an empty part: the queries would then wait for the lengths, and small launches would feel it.
 
     row0 = batch.to(tl.int64) * next_n

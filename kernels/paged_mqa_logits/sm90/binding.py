@@ -44,13 +44,13 @@ class Launch:
         encoded = self._encode(address, *self._boxes[index], list(shape), list(strides), 0)
         return [encoded, *shape, *strides]
 
-    def __call__(self, grid: tuple[int, int, int], stream: int, arguments: list[Any]) -> None:
-        """Launch a grid; `arguments` are descriptors' parts, addresses and numbers in the kernel's order."""
+    def __call__(self, grid: int, stream: int, arguments: list[Any]) -> None:
+        """Launch `grid` workgroups; `arguments` are descriptors' parts, addresses and numbers in the kernel's order."""
         arguments += self._constants
         if self._shared:
-            self._launch(*grid, stream, *self._front, *self._shared, arguments)
+            self._launch(grid, 1, 1, stream, *self._front, *self._shared, arguments)
         else:
-            self._launch(*grid, stream, *self._front, *arguments)
+            self._launch(grid, 1, 1, stream, *self._front, *arguments)
 
 
 def stream_reader() -> Any:

@@ -9,9 +9,8 @@ from tilewise.kernels.paged_mqa_logits.sm90.kernels import _paged_mqa_logits_ker
 from tilewise.kernels.paged_mqa_logits.sm90.pieces import group_sizes, weights_pitch
 from tilewise.kernels.paged_mqa_logits.spec import Config, Shape
 
-# Requests that one step of the device-side schedule counts; the smallest that covers the batch, or the largest. One
-# request needs no counting.
-CHUNKS = (1, 64, 256, 1024)
+# Requests that one step of the device-side schedule counts; the smallest that covers the batch, or the largest.
+CHUNKS = (64, 256, 1024)
 # Sizes of pieces of query tokens that have a descriptor each, in the kernel's order; None where none has this size.
 Q_DESCRIPTORS = (4, 2, 1)
 
@@ -22,6 +21,7 @@ ARGUMENTS = {
     "batch_size": "i32",
     "max_columns": "i32",
     "split_kv": "i32",
+    "portion": "fp32",
     "table_stride": "i64",
     "lens_stride": "i32",
     "weights_stride": "i32",

@@ -24,18 +24,34 @@ else:
 constexpr_function: Any = gluon.constexpr_function
 # A shared memory descriptor seen with another type, shape and layout; public from 3.9 on.
 reinterpret: Any = getattr(gl.shared_memory_descriptor, "_reinterpret", None) or gl.shared_memory_descriptor.reinterpret
-# Renamed in 3.7.
-workgroup_barrier: Any = getattr(gl, "thread_barrier", None) or gl.barrier
 
 PROPAGATE_NAN: Any = gl.constexpr(tl.PropagateNan.ALL)
 
 
 @gluon.jit
-def prefetch(pointers):  # type: ignore[no-untyped-def]
-    """Ask for the lines of these addresses in the L2 cache. Returns at once."""
+def prefetch(pointers, asks):  # type: ignore[no-untyped-def]
+    """Ask for the lines of two addresses, of threads 0 and 1, in the L2 cache, where `asks` is 1. Returns at once.
+
+    Hundreds of threads that ask for one line would keep the cache busy for 1 us.
+    """
     gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers], dtype=gl.int32, is_pure=False, pack=1
-    )
+        "{ .reg .pred asks; .reg .b32 thread, most; mov.u32 thread, %tid.x; shl.b32 most, $2, 1; "
+        "setp.lt.u32 asks, thread, most; @asks prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
+        "=r,l,r", [pointers, asks], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def zero_from_here():  # type: ignore[no-untyped-def]
+    """0, as the top bit of a clock: what it is added to is used after this line.
+
+    ptxas would begin with what needs a load right after the load, and all that stands between would wait with it.
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .b64 clock; .reg .b32 low, high; mov.u64 clock, %clock64; mov.b64 {low, high}, clock; "
+        "shr.u32 $0, high, 31; }",
+        "=r", [], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 _DTYPES = {"fp8e4nv": gl.float8e4nv, "fp32": gl.float32}

@@ -16,7 +16,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewise.kernels.paged_mqa_logits.sm90 import pieces
-from tilewise.kernels.paged_mqa_logits.sm90.compat import constexpr_function, reinterpret
+from tilewise.kernels.paged_mqa_logits.sm90.compat import (
+    constexpr_function,
+    reinterpret,
+    zero_from_here,
+)
 from tilewise.kernels.paged_mqa_logits.sm90.epilogue import (
     _add_product,
     _piece_weights,
@@ -32,7 +36,6 @@ from tilewise.kernels.paged_mqa_logits.sm90.schedule import (
     _extent,
     _following_length,
     _lengths,
-    _single_share,
     _tiles,
 )
 from tilewise.kernels.paged_mqa_logits.sm90.state import Buffers, Part, Problem
@@ -197,7 +200,7 @@ def _consumer(p, buf, share, INDEX: gl.constexpr):
 @gluon.jit
 def _paged_mqa_logits_kernel(
     k_desc, scale_desc, q4_desc, q2_desc, q1_desc, weights_desc, block_tables, lens, out, batch_size, max_columns,
-    split_kv, table_stride, lens_stride, weights_stride, out_stride,
+    split_kv, portion, table_stride, lens_stride, weights_stride, out_stride,
     NEXT_N: gl.constexpr, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_KV: gl.constexpr,
     FUSE_N: gl.constexpr, DOT_N: gl.constexpr, IN_FLIGHT: gl.constexpr, STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr, TOKEN_SPLIT: gl.constexpr, KEEP_WEIGHTS: gl.constexpr,
@@ -213,18 +216,16 @@ def _paged_mqa_logits_kernel(
     )  # fmt: skip
     # The lengths are asked for before anything else: the barriers are set up while they arrive.
     if BALANCED:
-        if CHUNK == 1:
-            lane = 0
-            length = _lengths(p, 0, True)
-        else:
-            lane = gl.arange(0, CHUNK, layout=gl.BlockedLayout([CHUNK // 32], [32], [gl.num_warps()], [0]))
-            length = _lengths(p, lane, lane < batch_size)
+        lane = gl.arange(0, CHUNK, layout=gl.BlockedLayout([CHUNK // 32], [32], [gl.num_warps()], [0]))
+        length = _lengths(p, lane, lane < batch_size)
+        _ask_for_page_ids(p, gl.program_id(0), 0, 1, portion)
     else:
-        split = gl.program_id(0)
-        group = gl.program_id(1)
-        request = gl.program_id(2)
+        part = ((gl.program_id(0).to(gl.float32) + 0.5) * portion).to(gl.int32)
+        split = gl.program_id(0) - part * split_kv
+        group = part % p.GROUPS
+        request = part // p.GROUPS
         length = _lengths(p, request, True)
-    _ask_for_page_ids(p, split_kv)
+        _ask_for_page_ids(p, split, request, (group == 0).to(gl.int32), portion)
 
     COPIES: gl.constexpr = 1 if BLOCK_KV >= 64 else 64 // BLOCK_KV
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
@@ -250,13 +251,11 @@ def _paged_mqa_logits_kernel(
             mbarrier.init(buf.q_empty.index(i), count=CONSUMERS)
     fence_async_shared()
 
+    length += zero_from_here()
     if BALANCED:
-        if CHUNK == 1:
-            share = _single_share(p, length)
-        else:
-            share = _balanced_share(p, lane, length, CHUNK, CHUNKS)
+        share = _balanced_share(p, lane, length, portion, CHUNK, CHUNKS)
     else:
-        share = _even_share(p, request, group, split, split_kv, length)
+        share = _even_share(p, request, group, split, split_kv, length, portion)
 
     if CONSUMERS == 1:
         gl.warp_specialize(

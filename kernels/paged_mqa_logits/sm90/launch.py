@@ -12,7 +12,7 @@ from tilewise.errors import InvalidConfigError, UnsupportedError
 from tilewise.kernels.arch import current_arch
 from tilewise.kernels.paged_mqa_logits.sm90 import binding, build
 from tilewise.kernels.paged_mqa_logits.sm90.pieces import group_sizes
-from tilewise.kernels.paged_mqa_logits.spec import SCALE_BYTES, Config, Shape, is_valid
+from tilewise.kernels.paged_mqa_logits.spec import SCALE_BYTES, Config, Shape, is_valid, low_reciprocal
 from tilewise.kernels.paged_mqa_logits.traits import Traits
 
 Dims = tuple[int, ...]
@@ -63,6 +63,8 @@ class PreparedLaunch:
     ) -> None:
         batch_size = q.size(0)
         weights_stride = weights.stride(0)
+        parts = batch_size * self._groups
+        grid = min(self._workgroups, parts * -(-max_columns // 64)) if self._balanced else parts * self._split_kv
         of_k = (kv_cache.data_ptr(), kv_cache.size(0), kv_cache.stride(0))
         of_q = (q.data_ptr(), batch_size, q.stride(0), q.stride(1))
         of_weights = (weights.data_ptr(), batch_size, weights_stride)
@@ -76,16 +78,13 @@ class PreparedLaunch:
             batch_size,
             max_columns,
             self._split_kv,
+            low_reciprocal(grid if self._balanced else self._split_kv),
             block_tables.stride(0),
             context_lens.stride(0),
             weights_stride,
             out.stride(0),
         ]
-        if self._balanced:
-            grid = (min(self._workgroups, batch_size * self._groups * -(-max_columns // 64)), 1, 1)
-        else:
-            grid = (self._split_kv, self._groups, batch_size)
-        if grid[0] * batch_size > 0:
+        if grid > 0:
             self._launch(grid, self._stream(self._device), arguments)
 
     def _encode_k(self, key: Dims) -> list[Any]:

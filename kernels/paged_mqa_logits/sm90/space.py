@@ -25,7 +25,7 @@ READS = frozenset(
 )  # fmt: skip
 
 MAX_COLUMNS = 256  # of one product
-MAX_GRID = 65535  # workgroups in the third dimension of a grid
+MAX_EVEN_GRID = 1 << 20  # workgroups; up to here the kernel finds its part by fp32 products
 
 
 def runs_on(arch: Arch) -> bool:
@@ -67,8 +67,9 @@ def why_invalid(shape: Shape, config: Config, arch: Arch) -> str | None:
         return f"dot_n x heads must be at most {MAX_COLUMNS}, got {config.dot_n * shape.heads}"
     if config.schedule == "balanced" and config.split_kv != 1:
         return f"split_kv must be 1 where the schedule is balanced, got {config.split_kv}"
-    if config.schedule == "even" and shape.batch_size > MAX_GRID:
-        return f"an even schedule takes at most {MAX_GRID} requests, got {shape.batch_size}"
+    grid = shape.batch_size * config.groups(shape.next_n) * config.split_kv
+    if config.schedule == "even" and grid > MAX_EVEN_GRID:
+        return f"an even schedule takes at most {MAX_EVEN_GRID} workgroups, got {grid}"
     if not 1 <= config.ctas_per_sm <= 4:
         return f"ctas_per_sm must be 1 to 4, got {config.ctas_per_sm}"
     needed = estimated_registers(shape, config)
