@@ -12,7 +12,7 @@ from tilewise.dispatch.decision import Decision, RegimeName, Source
 from tilewise.kernels.arch import Arch
 from tilewise.kernels.paged_mqa_logits.spec import Config, Shape, Verdicts, candidates, default_config, space
 from tilewise.models.bundle import Bundle
-from tilewise.models.choice import choose
+from tilewise.models.choice import PREDICTED_TIE, TIE, choose
 from tilewise.models.measurements import installed_hash
 from tilewise.models.transfer import transfer
 
@@ -211,10 +211,13 @@ def note_kernels(
 
 def _choose(found: Assessment, bundle: Bundle, known: Knowledge, source: Source, margin: float) -> Assessment:
     """Take the best by the times, unless the default is as good within the margin."""
-    found.chosen, found.runner_up = choose(found.configs, found.times, found.default, margin)
+    tie = PREDICTED_TIE if source == "model" else 0.0
+    found.chosen, found.runner_up = choose(found.configs, found.times, found.default, margin, tie)
     found.source = found.time_source = source
     verb = "measured" if source == "exact" else "predicted"
     timed = int((~np.isnan(found.times)).sum())
+    behind = float(found.times[found.chosen]) / float(np.nanmin(found.times)) - 1.0
+    fastest = "fastest" if behind < TIE else f"within {100 * behind:.1f} % of the fastest, a tie,"
     default_us = float(found.times[found.default])
     if found.chosen == found.default:
         gap = default_us / float(np.nanmin(found.times)) - 1.0
@@ -231,10 +234,10 @@ def _choose(found: Assessment, bundle: Bundle, known: Knowledge, source: Source,
                 f"for it to be sure: the default config."
             )
     elif default_us != default_us:
-        found.reason = f"{verb} fastest of {timed} configs; the default cannot be used: {found.notes[found.default]}."
+        found.reason = f"{verb} {fastest} of {timed} configs; the default cannot be used: {found.notes[found.default]}."
     else:
         gain = default_us / float(found.times[found.chosen]) - 1.0
-        found.reason = f"{verb} fastest of {timed} configs, {100 * gain:.1f} % ahead of the default."
+        found.reason = f"{verb} {fastest} of {timed} configs, {100 * gain:.1f} % ahead of the default."
     if known.stale:
         found.reason += f" Left out: {'; '.join(known.stale.values())}."
     if known.other_compiler:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +11,9 @@ import numpy.typing as npt
 from tilewise.kernels.paged_mqa_logits.spec import Config
 
 TIE = 1e-6  # times closer than this ratio are equal, on every machine
+# Predicted times closer than this ratio, less 1, are a tie: a model trained on the next profile may say the opposite,
+# and the ratio is less than half of the noise (docs/log.md).
+PREDICTED_TIE = 0.004
 
 
 def first_best(configs: Sequence[Config], times: npt.NDArray[np.float64], skip: int | None = None) -> int | None:
@@ -26,10 +30,11 @@ def first_best(configs: Sequence[Config], times: npt.NDArray[np.float64], skip: 
 
 
 def choose(
-    configs: Sequence[Config], times: npt.NDArray[np.float64], default: int | None, margin: float
+    configs: Sequence[Config], times: npt.NDArray[np.float64], default: int | None, margin: float, tie: float = 0.0
 ) -> tuple[int, int | None]:
     """The chosen index and the runner-up's: the default keeps its place unless something beats it by the margin.
 
+    Of those within `tie` of the best, a ratio less 1, the first by `_order` is chosen; none is slower than the default.
     Raises ValueError where no config has a time.
     """
     best = first_best(configs, times)
@@ -37,4 +42,20 @@ def choose(
         raise ValueError("no config has a time")
     if default is not None and times[default] <= times[best] * (1.0 + margin):
         best = default
+    elif tie:
+        tied = times <= times[best] * (1.0 + tie)
+        if default is not None and not np.isnan(times[default]):
+            tied &= times < times[default]
+        near: list[int] = np.flatnonzero(tied).tolist()
+        if len(near) > 1:
+            best = min(near, key=lambda at: _order(configs[at]))
     return best, first_best(configs, times, skip=best)
+
+
+def _order(config: Config) -> tuple[Any, ...]:
+    """Of equals, the one that holds up best where contexts differ from those it was timed for: K is read least often,
+    and the work is balanced."""
+    return (
+        -config.fuse_n, config.schedule != "balanced", config.kernel == "portable", -config.dot_n, -config.consumers,
+        config.token_split, config.split_kv, config,
+    )  # fmt: skip

@@ -17,7 +17,7 @@ import numpy as np
 from tilewise.errors import InvalidProfileError
 from tilewise.kernels.arch import Arch, get_arch
 from tilewise.models.baselines import best_configs, nearest_pick, rule_pick
-from tilewise.models.choice import choose, first_best
+from tilewise.models.choice import PREDICTED_TIE, choose, first_best
 from tilewise.models.duels import LIMIT, beyond
 from tilewise.models.fit import Examples, examples
 from tilewise.models.guard import CONFIDENCE, INSIDE, Guard, Trial, beyond_confidence, needed_gain
@@ -227,7 +227,7 @@ def pick(bench: Bench, one: Judged, predicted: Prediction, margin: float | None,
     alone = first_best(one.configs, ratio)
     if alone is None:
         return Pick(None, None, False, float("nan"), outside)
-    chosen = one.default if margin is None else choose(one.configs, ratio, one.default, margin)[0]
+    chosen = one.default if margin is None else choose(one.configs, ratio, one.default, margin, PREDICTED_TIE)[0]
     gain = float(ratio[one.default] / ratio[alone])
     abstained = chosen == one.default and gain > 1.0 + bench.noise
     alone = choose(one.configs, ratio, one.default, bench.noise)[0]

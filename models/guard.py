@@ -22,7 +22,7 @@ INSIDE = "inside"
 AXES = ("batch_size", "next_n", "max_context_len", "heads")
 # Of all shapes, at most the rest may get a pick that is slower than the default by more than noise. Predicted gains are
 # small where they are uncertain, and mostly right in sign: more confidence costs more than it saves (docs/log.md).
-CONFIDENCE = 0.98
+CONFIDENCE = 0.97
 # Beyond what was measured errors have no bound, and one size held out stands for all ways of being beyond it.
 BEYOND_CONFIDENCE = 0.997
 # Of next_n the features say more, so that a few losses among the trials may be allowed (docs/log.md).

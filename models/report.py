@@ -13,7 +13,7 @@ import numpy as np
 from tilewise.kernels.paged_mqa_logits.spec import Config, Shape, candidates, default_config, flops
 from tilewise.models import report_plots as plots
 from tilewise.models.bundle import Bundle
-from tilewise.models.choice import choose
+from tilewise.models.choice import PREDICTED_TIE, choose
 from tilewise.models.judging import geomean
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -115,7 +115,7 @@ def pick(bundle: Bundle, shape: Shape) -> Config:
     margin, _ = bundle.margin(shape)
     if default not in configs or margin is None:
         return default
-    return configs[choose(configs, bundle.predict_us(shape, configs), configs.index(default), margin)[0]]
+    return configs[choose(configs, bundle.predict_us(shape, configs), configs.index(default), margin, PREDICTED_TIE)[0]]
 
 
 def _facts(bundle: Bundle, evaluation: Mapping[str, Any]) -> str:

@@ -186,6 +186,27 @@ def test_the_default_keeps_its_place_within_the_margin() -> None:
     assert choose(configs, np.array([100.5, 100.0, 120.0]), None, 0.01) == (1, 0)
 
 
+def test_of_a_predicted_tie_the_first_in_a_fixed_order_is_chosen() -> None:
+    alone, fused, even, plain = (
+        Config(kernel="sm90", schedule="balanced", fuse_n=2, dot_n=2, consumers=2, token_split=1, ctas_per_sm=1),
+        Config(kernel="sm90", schedule="balanced", fuse_n=4, dot_n=2, consumers=2, token_split=1, ctas_per_sm=1),
+        Config(kernel="sm90", schedule="even", fuse_n=4, dot_n=4, consumers=3, token_split=1, ctas_per_sm=1),
+        Config(fuse_n=2, dot_n=2),
+    )
+    configs = [plain, alone, even, fused]
+    times = np.array([110.0, 100.0, 100.2, 100.3])
+    assert choose(configs, times, 0, 0.01, 0.004)[0] == 3, "more tokens fused, then balanced"
+    assert choose(configs, times, 0, 0.01, 0.0025)[0] == 2
+    assert choose(configs, times, 0, 0.01)[0] == 1, "no tie where none is asked for"
+    assert choose(configs, times, 0, 0.10, 0.004)[0] == 0, "the default keeps its place"
+    assert choose(configs, np.array([100.25, 100.0, 100.2, 100.3]), 0, 0.001, 0.004)[0] == 2, "not slower than it"
+    assert choose(configs, np.array([np.nan, 100.0, 100.2, 100.3]), 0, 0.01, 0.004)[0] == 3
+    for turn in range(4):
+        turned = np.roll(np.arange(4), turn)
+        again = choose([configs[at] for at in turned], times[turned], turned.tolist().index(0), 0.01, 0.004)[0]
+        assert turned[again] == 3, "whatever the order of the configs"
+
+
 def test_ties_go_to_the_first_config_in_order_however_they_are_listed() -> None:
     configs = [Config(split_kv=s) for s in (8, 4, 2)]
     assert first_best(configs, np.array([5.0, 5.0 + 1e-9, 5.0])) == 2
