@@ -435,7 +435,7 @@ def test_the_gain_asked_for_is_that_above_which_losses_are_rare_enough() -> None
     assert one.gain == pytest.approx(math.expm1(0.03), abs=2e-4)
     # Of 149 shapes, 2 in 150 may lose at 98 %: the third largest loss counts.
     losses = {0.09: -0.2, 0.08: -0.2, 0.02: -0.2}
-    many = needed_gain(some_trials(149, losses), 0.01, 0.003)
+    many = needed_gain(some_trials(149, losses), 0.01, 0.003, 0.98)
     assert (many.losses, many.gain) == (2, pytest.approx(math.expm1(0.02), abs=2e-4))
     assert needed_gain(some_trials(149, losses), 0.01, 0.003, 0.99).gain == pytest.approx(math.expm1(0.09), abs=2e-4)
     assert needed_gain(some_trials(99, {0.5: -0.005}), 0.01, 0.003).gain == 0.003  # slower within noise is no loss
