@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import tarfile
 import time
 from pathlib import Path
@@ -53,6 +54,22 @@ def backup(catalogue: Catalogue, home: Path, target: Path) -> int:
     return number
 
 
+def _inside(home: Path, name: str) -> bool:
+    return (home / name).resolve().is_relative_to(home.resolve())
+
+
+def _put_back(archive: tarfile.TarFile, member: tarfile.TarInfo, home: Path) -> None:
+    # Not `extractall(filter="data")`, which Python before 3.10.12 and 3.11.4 does not know.
+    content = archive.extractfile(member)
+    if content is None:  # a folder
+        return
+    path = home / member.name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with content, path.open("wb") as target:
+        shutil.copyfileobj(content, target)
+    os.utime(path, (member.mtime, member.mtime))
+
+
 def restore(catalogue: Catalogue, home: Path, source: Path) -> int:
     """Put a backup back; how many files it had. Raises BackupError where there is anything already."""
     if any(_files(home)):
@@ -69,7 +86,11 @@ def restore(catalogue: Catalogue, home: Path, source: Path) -> int:
             if content.get("revision") != REVISION:
                 raise BackupError(f"{source} must be of revision {REVISION}, got {content.get('revision')!r}")
             files = [one for one in members if one.name.partition("/")[0] in FOLDERS]
-            archive.extractall(home, members=files, filter="data")
+            for member in files:
+                if not (member.isfile() or member.isdir()) or not _inside(home, member.name):
+                    raise BackupError(f"{source} is no backup: it has {member.name!r}, which is no file of a home")
+            for member in files:
+                _put_back(archive, member, home)
     except (tarfile.TarError, KeyError, ValueError) as error:
         raise BackupError(f"{source} is no backup: {error}") from error
     with catalogue.write() as connection:

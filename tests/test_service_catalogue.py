@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import tarfile
 import threading
 import time
 from collections.abc import Iterator
@@ -383,3 +385,24 @@ def test_a_file_that_is_no_backup_is_refused(tmp_path: Path) -> None:
     (tmp_path / "none.tar").write_text("no tar")
     with pytest.raises(BackupError, match="is no backup"):
         restore(Catalogue(f"sqlite:///{tmp_path / 'a.db'}"), tmp_path / "home", tmp_path / "none.tar")
+
+
+@pytest.mark.parametrize("name", ["models/../../out", "profiles/link"])
+def test_a_backup_with_anything_but_files_of_a_home_is_refused(name: str, tmp_path: Path) -> None:
+    first = Catalogue(f"sqlite:///{tmp_path / 'a.db'}")
+    home = tmp_path / "home"
+    (home / "models").mkdir(parents=True)
+    (home / "models" / "one").write_text("kept")
+    backup(first, home, tmp_path / "backup.tar")
+    with tarfile.open(tmp_path / "backup.tar", "a") as archive:
+        member = tarfile.TarInfo(name)
+        if name.endswith("link"):
+            member.type, member.linkname = tarfile.SYMTYPE, "/etc"
+        archive.addfile(member, io.BytesIO())
+    second = Catalogue(f"sqlite:///{tmp_path / 'b.db'}")
+    with pytest.raises(BackupError, match="is no file of a home"):
+        restore(second, tmp_path / "other", tmp_path / "backup.tar")
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "other").exists(), "nothing is half-written"
+    first.dispose()
+    second.dispose()
