@@ -248,6 +248,9 @@ def choose(args: Any, todo: Sequence[Entry], deadline: float) -> int:
         name: run.environment.get(name) for name in ("device_name", "driver", "torch_version", "triton_version")
     }
     about["git_commit"] = run.environment.get("git_commit")
+    earlier = rows_file.read_about(args.choices)  # of the choices that are there already
+    if earlier is not None:
+        about["earlier"] = earlier
     hashes: dict[str, str] = {}
     for index, entry in enumerate(left):
         if time.time() > deadline:

@@ -86,6 +86,14 @@ def read_choices(path: Path) -> dict[str, dict[str, Any]]:
     return choices
 
 
+def read_about(path: Path) -> dict[str, Any] | None:
+    """Where the choices are from; None where the file is missing."""
+    if not path.exists():
+        return None
+    about: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["about"]
+    return about
+
+
 def write_choices(path: Path, about: dict[str, Any], choices: dict[str, dict[str, Any]]) -> None:
     """Replace the file of choices, at once."""
     path.parent.mkdir(parents=True, exist_ok=True)

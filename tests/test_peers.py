@@ -181,6 +181,15 @@ def test_choices_from_a_profile_are_the_fastest_of_both_passes():
     assert Config.from_dict(found[entry.name]["portable"]).kernel == "portable"
 
 
+def test_a_file_of_choices_says_where_they_are_from(tmp_path):
+    path = tmp_path / "choices.json"
+    assert rows_file.read_about(path) is None
+    assert rows_file.read_choices(path) == {}
+    rows_file.write_choices(path, {"source": "a profile"}, {"64/32k/64/4": {"ours": None}})
+    assert rows_file.read_about(path) == {"source": "a profile"}
+    assert rows_file.read_choices(path) == {"64/32k/64/4": {"ours": None}}
+
+
 def test_figures_come_from_the_last_attempt_and_the_best_mode(tmp_path):
     path = tmp_path / "rows.csv"
     rows_file.append(path, [row("64/32k/64/4", "ours+select", 200.0), row("64/32k/64/4", "deep_gemm", 150.0, tokens=2)])

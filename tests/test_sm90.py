@@ -280,8 +280,9 @@ def test_source_matches_the_reference_on_the_cpu(name: str, kernel_on_cpu: Calla
 @pytest.mark.parametrize("divisor", [1, 2, 3, 7, 66, 132, 255, 528, 65535, 65536])
 def test_quotients_by_products_are_exact(divisor: int, kernel_on_cpu: Callable[..., None]) -> None:
     divided = kernel_on_cpu.__globals__["_even_share"].__globals__["_divided"]
-    largest = 2**25 if divisor < 132 else 2**31 - 1
-    x = torch.cat([torch.arange(200_000), torch.randint(largest, (200_000,)), largest - torch.arange(200_000)])
+    largest, source = 2**31 - 1, torch.Generator().manual_seed(divisor)
+    drawn = torch.randint(largest, (200_000,), generator=source)
+    x = torch.cat([torch.arange(200_000), drawn, drawn % 2**25, largest - torch.arange(200_000)])
     near = x // divisor * divisor
     x = torch.cat([x, near, (near - 1).clamp(min=0)]).int()
     portion = gluon_on_cpu.Value(low_reciprocal(divisor))

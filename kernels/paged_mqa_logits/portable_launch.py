@@ -15,6 +15,7 @@ from tilewise.kernels.paged_mqa_logits.traits import Traits
 from tilewise.kernels.paged_mqa_logits.triton_portable import _paged_mqa_logits_kernel
 
 MOST_PROGRAMS = 1 << 20  # of one launch; up to here the kernel finds its part by fp32 products
+_PREFETCH = torch.version.cuda is not None and not knobs.runtime.interpret
 
 
 def launch_key(shape: Shape, config: Config, traits: Traits) -> tuple[object, ...]:
@@ -87,7 +88,7 @@ def _constexprs(shape: Shape, config: Config, traits: Traits) -> dict[str, int |
         "WEIGHTS_DENSE": traits.dense_weights,
         "LENS_2D": traits.per_token_lens,
         "MASKED": shape.next_n % config.fuse_n != 0,
-        "PREFETCH": torch.version.cuda is not None and not knobs.runtime.interpret,
+        "PREFETCH": _PREFETCH,
     }
 
 
