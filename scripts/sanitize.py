@@ -1,6 +1,6 @@
 """Every variant of the Hopper kernel under compute-sanitizer. Needs a Hopper GPU and CUDA's compute-sanitizer.
 
-    python scripts/sanitize.py [--out FILE] [--tools memcheck racecheck initcheck synccheck]
+    python scripts/sanitize.py [--out FILE] [--logs FOLDER] [--tools memcheck racecheck initcheck synccheck]
 
 Few workgroups walk many tiles, so that each ring of shared memory wraps many times; the outputs are compared with the
 reference as well. Writes what each tool found as JSON.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import gzip
 import json
 import os
 import re
@@ -26,6 +27,14 @@ sys.path.insert(0, str(ROOT / "tests"))
 import checkout  # type: ignore[import-not-found]  # noqa: E402, F401
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+KERNEL = "_paged_mqa_logits_kernel"
+# initcheck has to see every kernel, since it must know what other kernels wrote.
+OPTIONS = {
+    "memcheck": ["--kernel-regex", f"kns={KERNEL}"],
+    "racecheck": ["--kernel-regex", f"kns={KERNEL}", "--racecheck-report", "all", "--print-limit", "100000"],
+    "initcheck": ["--print-limit", "100000"],
+    "synccheck": ["--kernel-regex", f"kns={KERNEL}"],
+}
 LENS = (1500, 0, 77, 2048, 64, 1)
 WORKGROUPS = 3
 
@@ -87,6 +96,7 @@ def child() -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--logs", type=Path, help="folder for all that the tools print, compressed")
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
     parser.add_argument("--time-limit", type=float, default=600, help="seconds that one tool may take (default 600)")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
@@ -110,8 +120,8 @@ def main() -> int:
     begun = time.time()
     running = {
         tool: subprocess.Popen(
-            ["compute-sanitizer", "--tool", tool, "--kernel-regex", "kns=_paged_mqa_logits_kernel",
-             sys.executable, str(Path(__file__).resolve()), "--child"],
+            ["compute-sanitizer", "--tool", tool, *OPTIONS[tool], sys.executable, str(Path(__file__).resolve()),
+             "--child"],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for tool in args.tools
@@ -125,6 +135,9 @@ def main() -> int:
             process.kill()
             text, _ = process.communicate()
             ended = -1
+        if args.logs:
+            args.logs.mkdir(parents=True, exist_ok=True)
+            (args.logs / f"{tool}.txt.gz").write_bytes(gzip.compress(text.encode()))
         launched = len(re.findall(r"^@\d+ of", text, re.M))
         planned = re.search(r"^@\d+ of (\d+)", text, re.M)
         summaries = [line.strip("= ") for line in text.splitlines() if "SUMMARY" in line]
