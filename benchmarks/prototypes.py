@@ -312,6 +312,12 @@ def check_prototype(problem: Any, timing: Any, prototype: str, config: dict[str,
 # -- rows and what they say
 
 
+LABELS = {
+    "ours": "fixed configs, against the faster prototype",
+    "select": "what `select` picks, against the faster prototype",
+}
+
+
 def _number(text: str | None) -> float | None:
     return float(text) if text else None
 
@@ -337,14 +343,14 @@ def append(path: Path, rows: Sequence[dict[str, Any]]) -> None:
         os.fsync(file.fileno())
 
 
-def ratios(rows: Sequence[dict[str, Any]], role: str, prototypes: Sequence[str] = PROTOTYPES) -> dict[str, float]:
+def ratios(rows: Sequence[dict[str, Any]], role: str) -> dict[str, float]:
     """Of each entry the faster prototype's time over ours, by the last attempt that timed both."""
     found: dict[str, float] = {}
     for attempt in sorted({int(row["attempt"]) for row in rows}):
         for entry in dict.fromkeys(row["entry"] for row in rows):
             own = [row for row in rows if row["entry"] == entry and int(row["attempt"]) == attempt]
             own = [row for row in own if row["latency_us"]]
-            theirs = [row["latency_us"] for row in own if row["role"] in prototypes]
+            theirs = [row["latency_us"] for row in own if row["role"] in PROTOTYPES]
             mine = [row["latency_us"] for row in own if role in row["role"].split("+")]
             if theirs and mine:
                 found[entry] = min(theirs) / mine[0]
@@ -362,13 +368,8 @@ def figures(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "entries": len({row["entry"] for row in rows}),
         "failed_launches": sum(row["status"] != "correct" for row in rows),
     }
-    groups = {
-        "ours": ("ours", PROTOTYPES),
-        "select": ("select", PROTOTYPES),
-        "portable_vs_plain_triton": ("portable", ("plain_triton",)),
-    }
-    for name, (role, prototypes) in groups.items():
-        found = ratios(rows, role, prototypes)
+    for name in LABELS:
+        found = ratios(rows, name)
         if not found:
             continue
         lowest = min(found, key=lambda entry: found[entry])
@@ -380,13 +381,6 @@ def figures(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
             "beyond_2pct": sorted(entry for entry, ratio in found.items() if ratio < 1 / LIMIT),
         }
     return result
-
-
-LABELS = {
-    "ours": "fixed configs, against the faster prototype",
-    "select": "what `select` picks, against the faster prototype",
-    "portable_vs_plain_triton": "portable kernel, against the plain-Triton prototype",
-}
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
