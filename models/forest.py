@@ -18,10 +18,11 @@ LANES = 8192  # looked at together: few enough to stay in the cache, and to be a
 MASKED_ROWS = 256  # likewise
 
 
-MASK_BITS = 16  # leaves of a tree that `Masks` can tell apart
+# Leaves of a tree that `Masks` can tell apart: type of a mask, a De Bruijn number that times a power of two tells in its
+# top bits which power it is, and by how much those are shifted down.
+MASKS: dict[int, tuple[Any, int, int]] = {16: (np.uint16, 0x09AF, 12), 32: (np.uint32, 0x077CB531, 27)}
 MAX_MASK_BYTES = 64 << 20
 MERGED_ROWS = 512  # features with few thresholds share a table of at most this many rows
-_DE_BRUIJN = 0x09AF  # times a power of two, its top four bits tell which, from 2^0 to 2^15
 
 
 @dataclass(frozen=True)
@@ -123,14 +124,15 @@ class Masks:
     """
 
     baseline: float
+    bits: int  # of a mask, one of MASKS
     # Features, and thresholds of each, ascending; with a table [product of (thresholds + 1), trees] that has the
     # conjunction for each combination of how many thresholds are passed, the last feature's varying fastest.
-    tables: list[tuple[list[int], list[npt.NDArray[np.float64]], npt.NDArray[np.uint16]]]
-    value: npt.NDArray[np.float64]  # [trees * MASK_BITS], of each tree's leaves, placed by _DE_BRUIJN
+    tables: list[tuple[list[int], list[npt.NDArray[np.float64]], npt.NDArray[Any]]]
+    value: npt.NDArray[np.float64]  # [trees * bits], of each tree's leaves, placed by the De Bruijn number
 
     @classmethod
     def of(cls, forest: Forest) -> Masks | None:
-        """None where a tree has more than MASK_BITS leaves, nodes are shared or deeper than the forest says, or the
+        """None where a tree has more leaves than any of MASKS, nodes are shared or deeper than the forest says, or the
         tables were too large."""
         left, roots = forest.left.astype(np.intp), forest.roots.astype(np.intp)
         leaf = left == np.arange(len(left))
@@ -149,22 +151,25 @@ class Masks:
         for level in reversed(levels):
             inner = level[~leaf[level]]
             leaves[inner] = leaves[left[inner]] + leaves[left[inner] + 1]
-        if leaves[roots].max() > MASK_BITS:
+        bits = next((bits for bits in MASKS if leaves[roots].max() <= bits), None)
+        if bits is None:
             return None
+        word, de_bruijn, shift = MASKS[bits]
+        full = (1 << bits) - 1
         first = np.zeros(len(left), np.int64)  # number of the leftmost leaf below each node, within its tree
         for level in levels:
             inner = level[~leaf[level]]
             first[left[inner]] = first[inner]
             first[left[inner] + 1] = first[inner] + leaves[left[inner]]
         inner = nodes[~leaf[nodes]]
-        kept = ~(((1 << leaves[left[inner]]) - 1) << first[left[inner]]) & 0xFFFF
-        tables: list[tuple[list[int], list[npt.NDArray[np.float64]], npt.NDArray[np.uint16]]] = []
+        kept = ~(((1 << leaves[left[inner]]) - 1) << first[left[inner]]) & full
+        tables: list[tuple[list[int], list[npt.NDArray[np.float64]], npt.NDArray[Any]]] = []
         size = 0
         for feature in np.unique(forest.feature[inner]).tolist():
             own = forest.feature[inner] == feature
             cuts, at = np.unique(forest.threshold[inner][own], return_inverse=True)
-            table = np.full((len(cuts) + 1, len(roots)), 0xFFFF, np.uint16)
-            np.bitwise_and.at(table, (at + 1, tree[inner][own]), kept[own].astype(np.uint16))
+            table = np.full((len(cuts) + 1, len(roots)), full, word)
+            np.bitwise_and.at(table, (at + 1, tree[inner][own]), kept[own].astype(word))
             np.bitwise_and.accumulate(table, axis=0, out=table)
             if tables and len(tables[-1][2]) * len(table) <= MERGED_ROWS:
                 features, cuts_of, before = tables.pop()
@@ -176,10 +181,10 @@ class Masks:
             size += table.nbytes
             if size > MAX_MASK_BYTES:
                 return None
-        value = np.zeros((len(roots), MASK_BITS))
+        value = np.zeros((len(roots), bits))
         ends = nodes[leaf[nodes]]
-        value[tree[ends], ((1 << first[ends]) * _DE_BRUIJN & 0xFFFF) >> 12] = forest.value[ends]
-        return cls(forest.baseline, tables, value.ravel())
+        value[tree[ends], ((1 << first[ends]) * de_bruijn & full) >> shift] = forest.value[ends]
+        return cls(forest.baseline, bits, tables, value.ravel())
 
     def predict(self, rows: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """[n] sums for [n, features] rows without NaN, to the last bit those of `Forest.walk`."""
@@ -205,11 +210,12 @@ class Masks:
 
     def _leaves(self, rows: npt.NDArray[np.float64]) -> npt.NDArray[Any]:
         """[n, trees] where in `value` the leaves are that are reached."""
-        trees = len(self.value) // MASK_BITS
+        word, de_bruijn, shift = MASKS[self.bits]
+        trees = len(self.value) // self.bits
         columns = np.ascontiguousarray(rows.T)
         same = (columns == columns[:, :1]).all(axis=1).tolist()  # most are: those of the shape
-        shared = np.full(trees, 0xFFFF, np.uint16)
-        masks = np.full((len(rows), trees), 0xFFFF, np.uint16)
+        shared = np.full(trees, (1 << self.bits) - 1, word)
+        masks = np.full((len(rows), trees), (1 << self.bits) - 1, word)
         prefix = np.empty_like(masks)
         for features, cuts_of, table in self.tables:
             passed: Any = 0
@@ -224,9 +230,9 @@ class Masks:
         masks &= shared
         lowest = np.negative(masks, out=prefix)
         lowest &= masks
-        lowest *= np.uint16(_DE_BRUIJN)
-        lowest >>= 12
-        first = (np.arange(trees) * MASK_BITS).astype(np.uint16 if trees <= 1 << 12 else np.uint32)
+        lowest *= word(de_bruijn)
+        lowest >>= shift
+        first = (np.arange(trees) * self.bits).astype(word if len(self.value) <= 1 << self.bits else np.uint32)
         return np.asarray(lowest + first)
 
 
