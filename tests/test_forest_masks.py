@@ -21,7 +21,7 @@ def fitted(leaves: int, trees: int, seed: int = 0) -> tuple[Forest, np.ndarray]:
     return export(regressor.fit(rows, target)), rows
 
 
-@pytest.mark.parametrize("leaves", [2, 3, 15, 16])
+@pytest.mark.parametrize("leaves", [2, 3, 15, 16, 17, 31, 32])
 @pytest.mark.parametrize("count", [1, 2, 3, 127, 128, 129, 600])
 def test_masks_and_walking_agree_to_the_last_bit(leaves: int, count: int) -> None:
     trees, rows = fitted(leaves, 40)
@@ -39,7 +39,7 @@ def test_rows_that_agree_in_all_or_no_features() -> None:
 
 
 def test_trees_with_more_leaves_are_walked() -> None:
-    trees, rows = fitted(31, 20)
+    trees, rows = fitted(33, 20)
     assert trees.masks is None
     assert np.array_equal(trees.predict(rows), trees.walk(rows))
 

@@ -100,9 +100,10 @@ def candidates(shape: Shape, arch: Arch) -> list[Config]:
     found = []
     small = shape.context_tokens <= SMALL_TOKENS
     two, three = _stages(shape)
-    halves = dict.fromkeys((shape.next_n, cdiv(shape.next_n, 2), 1))
+    widest = _widest(shape, arch)
+    halves = dict.fromkeys((shape.next_n, cdiv(shape.next_n, 2), cdiv(widest, 2), 1))
     for fuse_n in halves:
-        whole = fuse_n == shape.next_n
+        whole = fuse_n == widest
         dots = [dot for dot in (4, 2, 1) if dot <= fuse_n and dot * shape.heads <= 128] or [1]
         for dot_n in dots[:2] if whole else dots[:1]:
             # (consumers, token_split, num_stages)
@@ -125,6 +126,13 @@ def candidates(shape: Shape, arch: Arch) -> list[Config]:
     return found
 
 
+def _widest(shape: Shape, arch: Arch) -> int:
+    """Query tokens of a group: all, or the half where shared memory has no room for more."""
+    least = _config(shape.next_n, 1, 1, 1, 2)
+    fits = shared_memory_bytes(shape, least) <= arch.shared_memory_bytes
+    return shape.next_n if fits else cdiv(shape.next_n, 2)
+
+
 def default_config(shape: Shape, arch: Arch) -> Config | None:
     """The best structure by the columns of a tile, measured on an H200; None for short launches."""
     if shape.context_tokens <= SMALL_TOKENS:
@@ -144,7 +152,8 @@ def default_config(shape: Shape, arch: Arch) -> Config | None:
     else:
         ordered = [(shape.next_n, dot_n, 2, 2, two, 1)]
     half = cdiv(shape.next_n, 2)
-    ordered += [(shape.next_n, dot_n, 2, 1, two, 1), (half, 1 if half < dot_n else dot_n, 2, 1, two, 1)]
+    split = 2 if half * shape.heads > 384 else 1
+    ordered += [(shape.next_n, dot_n, 2, 1, two, 1), (half, 1 if half < dot_n else dot_n, 2, split, two, 1)]
     ordered += [(1, 1, 2, 1, 4, 1)]
     for fuse_n, dot, consumers, token_split, num_stages, ctas_per_sm in ordered:
         config = _config(fuse_n, dot, consumers, token_split, num_stages, ctas_per_sm=ctas_per_sm)
