@@ -225,7 +225,10 @@ def _traffic(parser: argparse.ArgumentParser) -> None:
 
 
 def _jobs(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--jobs", type=_between(1, 1024), default=1, metavar="N", help="processes (default: 1)")
+    cores = os.cpu_count() or 1
+    parser.add_argument(
+        "--jobs", type=_between(1, 1024), default=cores, metavar="N", help="processes (default: one for each core)"
+    )
 
 
 def add_train(parser: argparse.ArgumentParser) -> None:

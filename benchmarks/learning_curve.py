@@ -27,8 +27,8 @@ from tilewise.kernels.arch import Arch, get_arch
 from tilewise.models.bundle import unsquash
 from tilewise.models.choice import first_best
 from tilewise.models.features import config_columns, config_features, shape_columns, shape_features
-from tilewise.models.fit import RANK_MEMBERS, examples, fit_rank
-from tilewise.models.forest import export, mean_of
+from tilewise.models.fit import examples, fit_rank
+from tilewise.models.forest import export
 from tilewise.models.judging import Judged, geomean, judging_set
 from tilewise.models.measurements import Measurements, measurements
 from tilewise.models.sampling import next_launches, with_cells
@@ -43,7 +43,7 @@ LEVELS = (1.05, 1.02, 1.01, 1.008)  # of regret, on the way there
 def judge(measured: Measurements, arch: Arch, held: list[Judged], seed: int) -> float:
     """Geometric mean regret of a model of these timings on the held-out shapes."""
     data = examples(measured, arch)
-    rank = mean_of([export(fit_rank(data, slice(None), seed + member)) for member in range(RANK_MEMBERS)])
+    rank = export(fit_rank(data, slice(None), seed))
     regret = []
     for one in held:
         numbers = shape_columns(one.shape)

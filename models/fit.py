@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from tilewise.errors import UnsupportedError
 from tilewise.kernels.arch import Arch
 from tilewise.models.bundle import squash
 from tilewise.models.features import config_columns, config_features, floors_us, shape_columns, shape_features
-from tilewise.models.forest import Forest, export, mean_of
+from tilewise.models.forest import Forest, export
 from tilewise.models.measurements import Measurements
 from tilewise.models.smooth import Smooth
 from tilewise.models.smooth import export as export_smooth
@@ -21,21 +22,21 @@ from tilewise.models.smooth import export as export_smooth
 Floats = npt.NDArray[np.float64]
 
 RANK_PARAMETERS: dict[str, Any] = {
-    "max_iter": 400,
+    "max_iter": 600,
     "learning_rate": 0.08,
-    "max_leaf_nodes": 15,
-    "max_depth": 6,
-    "min_samples_leaf": 10,
+    "max_leaf_nodes": 31,
+    "max_depth": 8,
+    "min_samples_leaf": 5,
     "max_features": 0.5,
     "l2_regularization": 0.0,
     "early_stopping": False,
 }
-RANK_MEMBERS = 2  # forests whose mean is taken: they look at features in another order, and err in other places
 # The process of the level: the pair of highest likelihood is taken. A grid rather than an optimiser, so that the choice
 # does not hang on the last bit of a sum.
 LEVEL_PARAMETERS: dict[str, Any] = {
     "length_scale": [2.0, 4.0, 8.0, 16.0, 32.0],
     "noise_level": [1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2],
+    "shapes": 400,  # that the pair is judged by, at most: the work grows with their cube
 }
 # A config this far from its shape's best, in log time, weighs half.
 HALF_WEIGHT = 0.1
@@ -117,17 +118,21 @@ def fit_level(data: Examples, shapes: Any) -> tuple[Any, Any]:
     known = np.asarray(shapes)[~np.isnan(data.level_target[shapes])]
     scaler = StandardScaler().fit(data.shape_rows[known])
     standard, target = scaler.transform(data.shape_rows[known]), data.level_target[known]
-    processes = []
+
+    def process(length: float, noise: float) -> Any:
+        kernel = ConstantKernel(1.0) * Matern(length, nu=1.5) + WhiteKernel(noise)
+        return GaussianProcessRegressor(kernel, optimizer=None, normalize_y=True)
+
+    def likelihood(pair: tuple[float, float]) -> float:
+        fitted = process(*pair).fit(standard[some], target[some])
+        return round(fitted.log_marginal_likelihood_value_, 6)
+
+    some = slice(None, None, max(1, -(-len(known) // LEVEL_PARAMETERS["shapes"])))
+    pairs = itertools.product(LEVEL_PARAMETERS["length_scale"], LEVEL_PARAMETERS["noise_level"])
     with threadpool_limits(limits=1):
-        for length in LEVEL_PARAMETERS["length_scale"]:
-            for noise in LEVEL_PARAMETERS["noise_level"]:
-                kernel = ConstantKernel(1.0) * Matern(length, nu=1.5) + WhiteKernel(noise)
-                process = GaussianProcessRegressor(kernel, optimizer=None, normalize_y=True)
-                processes.append(process.fit(standard, target))
-    return scaler, max(processes, key=lambda process: round(process.log_marginal_likelihood_value_, 6))
+        return scaler, process(*max(pairs, key=likelihood)).fit(standard, target)
 
 
 def fit(data: Examples, rows: Any, shapes: Any, seed: int) -> tuple[Forest, Smooth]:
-    """The same as plain arrays, the rank as the mean of RANK_MEMBERS forests from one seed on."""
-    forests = [export(fit_rank(data, rows, (seed + member) % 2**32)) for member in range(RANK_MEMBERS)]
-    return mean_of(forests), export_smooth(*fit_level(data, shapes))
+    """The same as plain arrays."""
+    return export(fit_rank(data, rows, seed)), export_smooth(*fit_level(data, shapes))

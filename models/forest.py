@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -279,19 +279,4 @@ def export(regressor: Any) -> Forest:
         np.array(value),
         np.array(roots, np.int32),
         deepest,
-    )
-
-
-def mean_of(forests: Sequence[Forest]) -> Forest:
-    """One forest that predicts the mean of several."""
-    first = np.cumsum([0, *(len(forest.feature) for forest in forests)]).tolist()
-    pairs = list(zip(forests, first, strict=False))
-    return Forest(
-        float(np.mean([forest.baseline for forest in forests])),
-        np.concatenate([forest.feature for forest in forests]),
-        np.concatenate([forest.threshold for forest in forests]),
-        np.concatenate([forest.left + at for forest, at in pairs]).astype(np.int32),
-        np.concatenate([forest.value for forest in forests]) / len(forests),
-        np.concatenate([forest.roots + at for forest, at in pairs]).astype(np.int32),
-        max(forest.depth for forest in forests),
     )

@@ -19,7 +19,7 @@ from tilewise.models.bucket_transfer import bucket_transfers
 from tilewise.models.bundle import Bundle
 from tilewise.models.evaluate import DEFAULT_FOLDS, evaluate_measurements
 from tilewise.models.exact import Exact
-from tilewise.models.fit import LEVEL_PARAMETERS, RANK_MEMBERS, RANK_PARAMETERS, examples, fit
+from tilewise.models.fit import LEVEL_PARAMETERS, RANK_PARAMETERS, examples, fit
 from tilewise.models.golden import golden_picks
 from tilewise.models.guard import CONFIDENCE, Guard, Trial
 from tilewise.models.holdout import Progress, calibrate, default_timed, fold_splits, hold_out, trials
@@ -79,7 +79,7 @@ def train(
         "training": {
             "seed": seed,
             "scikit_learn": _scikit_learn_version(),
-            "rank": {**RANK_PARAMETERS, "members": RANK_MEMBERS},
+            "rank": RANK_PARAMETERS,
             "level": LEVEL_PARAMETERS,
             "traffic": None if weight is None else hashlib.sha256(weight.tobytes()).hexdigest()[:16],
         },

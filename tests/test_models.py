@@ -30,7 +30,7 @@ from tilewise.models.features import (
     floors_us,
     shape_columns,
 )
-from tilewise.models.fit import RANK_MEMBERS, examples, fit_level, fit_rank
+from tilewise.models.fit import examples, fit_level, fit_rank
 from tilewise.models.forest import export
 from tilewise.models.guard import CONFIDENCE, FEWEST_TRIALS, Guard, Needed, Trial, beyond_confidence, needed_gain
 from tilewise.models.holdout import edge_splits, fold_splits, hold_out, reach_of, trials, value_splits
@@ -130,11 +130,10 @@ def test_features_row_by_row_and_all_at_once_agree() -> None:
 
 def test_numpy_picks_what_scikit_learn_picks_over_the_whole_grid() -> None:
     data = examples(measured(), trained.ARCH)
-    members = [fit_rank(data, slice(None), seed) for seed in range(RANK_MEMBERS)]
+    rank = fit_rank(data, slice(None), 0)
     scaler, process = fit_level(data, np.arange(len(trained.SHAPES)))
     bundle = trained.bundle()
-    for rank in members:
-        assert np.array_equal(export(rank).predict(data.rank_rows), rank.predict(data.rank_rows))
+    assert np.array_equal(export(rank).predict(data.rank_rows), rank.predict(data.rank_rows))
     assert np.allclose(
         export_smooth(scaler, process).predict(data.shape_rows),
         process.predict(scaler.transform(data.shape_rows)),
@@ -143,7 +142,7 @@ def test_numpy_picks_what_scikit_learn_picks_over_the_whole_grid() -> None:
     unseen = [Shape(b, n, h, 128, 64, c) for b in (2, 7, 33) for n in (1, 3, 8) for h in (32, 64) for c in (300, 9999)]
     grids = {shape: spec.candidates(shape, trained.ARCH) for shape in (*trained.SHAPES, *unseen)}
     rows = [bundle.features(shape, configs) for shape, configs in grids.items()]
-    every = np.mean([rank.predict(np.vstack(rows)) for rank in members], axis=0)
+    every = rank.predict(np.vstack(rows))
     theirs = np.split(every, np.cumsum([len(r) for r in rows])[:-1])
     for (shape, configs), scores in zip(grids.items(), theirs, strict=True):
         assert np.allclose(bundle.scores(shape, configs), scores, rtol=0.0, atol=1e-12)

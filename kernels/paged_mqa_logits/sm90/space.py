@@ -151,9 +151,11 @@ def default_config(shape: Shape, arch: Arch) -> Config | None:
         ordered = [(shape.next_n, dot_n, 3, 3, two, 1)]
     else:
         ordered = [(shape.next_n, dot_n, 2, 2, two, 1)]
+    ordered.append((shape.next_n, dot_n, 2, 1, two, 1))
+    # Where not all tokens fit shared memory: half of them, if that is enough for two consumers to split, or a quarter.
     half = cdiv(shape.next_n, 2)
-    split = 2 if half * shape.heads > 384 else 1
-    ordered += [(shape.next_n, dot_n, 2, 1, two, 1), (half, 1 if half < dot_n else dot_n, 2, split, two, 1)]
+    fuse_n, token_split = (half, 2) if half * shape.heads > 384 else (cdiv(half, 2), 1)
+    ordered.append((fuse_n, min(fuse_n, dot_n), 2, token_split, two, 1))
     ordered += [(1, 1, 2, 1, 4, 1)]
     for fuse_n, dot, consumers, token_split, num_stages, ctas_per_sm in ordered:
         config = _config(fuse_n, dot, consumers, token_split, num_stages, ctas_per_sm=ctas_per_sm)
