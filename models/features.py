@@ -75,6 +75,7 @@ CONFIG_FEATURES = (
     "idle_splits",  # share of split_kv without any tile
     "log2_program_tokens",  # context tokens x query tokens of one program
     "log2_segments",  # requests and token groups that one program of a balanced schedule crosses; 1 of another
+    "log2_most_segments",  # of them, those of the program that crosses most
     "log2_unit_tiles",  # matrix products that the busiest compute unit runs, over an even share
     "log2_registers",  # accumulator registers per thread
     "log2_weight_registers",  # registers per thread that would hold the weights of all its tokens
@@ -197,6 +198,12 @@ def config_features(shape: Columns, config: Columns, arch: Arch) -> Floats:
     tiles_per_program = np.where(balanced, dealt, np.ceil(tiles / split_kv))
     busy_splits = np.where(balanced, 1.0, np.ceil(tiles / tiles_per_program))
     segments = np.where(balanced, np.maximum(batch * groups / programs, 1.0), 1.0)
+    # Even shares of equal requests may end where requests end; others cross one request more.
+    even = (shape["max_context_len"] == shape["mean_context_len"]) & (
+        (np.mod(mean_tiles, dealt) == 0) | (np.mod(dealt, mean_tiles) == 0)
+    )
+    crossed = np.where(even, np.ceil(dealt / mean_tiles), np.floor((dealt - 2.0) / mean_tiles) + 2.0)
+    most_segments = np.where(balanced, np.maximum(crossed, 1.0), 1.0)
     held = np.where(roles, 2.0 * dots * dot_n, fuse_n)  # tokens whose queries lie in shared memory
     shared = held * heads * shape["head_dim"] + config["num_stages"] * tile_kv * row_bytes
     registers = tile_kv * columns_ / own_threads
@@ -242,6 +249,7 @@ def config_features(shape: Columns, config: Columns, arch: Arch) -> Floats:
         1.0 - busy_splits / split_kv,
         _log2(tiles_per_program * tile_kv * fuse_n),
         _log2(segments),
+        _log2(most_segments),
         _log2(busiest / even_share, 1e-6),
         _log2(registers),
         _log2(own_tokens * heads / 4.0),

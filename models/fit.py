@@ -22,11 +22,11 @@ from tilewise.models.smooth import export as export_smooth
 Floats = npt.NDArray[np.float64]
 
 RANK_PARAMETERS: dict[str, Any] = {
-    "max_iter": 600,
-    "learning_rate": 0.08,
+    "max_iter": 400,
+    "learning_rate": 0.12,
     "max_leaf_nodes": 31,
     "max_depth": 8,
-    "min_samples_leaf": 5,
+    "min_samples_leaf": 10,
     "max_features": 0.5,
     "l2_regularization": 0.0,
     "early_stopping": False,

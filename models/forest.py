@@ -18,8 +18,8 @@ LANES = 8192  # looked at together: few enough to stay in the cache, and to be a
 MASKED_ROWS = 256  # likewise
 
 
-# Leaves of a tree that `Masks` can tell apart: type of a mask, a De Bruijn number that times a power of two tells in its
-# top bits which power it is, and by how much those are shifted down.
+# Leaves of a tree that `Masks` can tell apart: type of a mask, a De Bruijn number that times a power of two tells in
+# its top bits which power it is, and by how much those are shifted down.
 MASKS: dict[int, tuple[Any, int, int]] = {16: (np.uint16, 0x09AF, 12), 32: (np.uint32, 0x077CB531, 27)}
 MAX_MASK_BYTES = 64 << 20
 MERGED_ROWS = 512  # features with few thresholds share a table of at most this many rows
