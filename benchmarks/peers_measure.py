@@ -77,11 +77,11 @@ class Run:
         self._pool: PagePool | None = None
 
     def measure_ceilings(self) -> None:
+        """Before each entry: what a card can do depends on how warm it is, and it warms up in the course of a run."""
         import ceilings
 
         self.marker.say(120)
         self.ceilings = ceilings.measure()
-        print(f"ceilings: {self.ceilings['read_tbps']} TB/s, {self.ceilings['fp8_tflops']} TFLOP/s", flush=True)
 
     def problem(self, entry: Entry, seed: int) -> Problem:
         if self._pool is None:
@@ -173,7 +173,6 @@ def duel(args: Any, todo: Sequence[Entry], deadline: float) -> int:
     jobs = deep_gemm_jobs([entry.shape for entry in todo], run.arch) if run.module is not None else []
     jobs += triton_jobs([(entry.shape, config) for entry in todo for config in configs[entry.name]])
     compile_ahead([] if args.compiled else jobs, args.jobs)
-    run.measure_ceilings()
     missed = _duel_entries(run, left, configs, 1, args.rounds)
     if not missed and args.duel_again:
         kept = rows_file.read(args.out)
@@ -193,6 +192,7 @@ def _duel_entries(
             return len(todo) - index
         begun = time.time()
         bad = failed(run.args.rows)
+        run.measure_ceilings()
         run.marker.say(run.args.silence, entry.name)
         problem = run.problem(entry, attempt - 1)
         variants = [
@@ -216,7 +216,8 @@ def _duel_entries(
             + (f"{v.timing.median_us:.2f}" if v.timing.samples_us else v.timing.status)
             for v in variants
         )
-        print(f"{entry.name}: {times} ({time.time() - begun:.1f} s)", flush=True)
+        ceiling = f"{run.ceilings['read_tbps']} TB/s, {run.ceilings['fp8_tflops']} TFLOP/s"
+        print(f"{entry.name}: {times} ({ceiling}, {time.time() - begun:.1f} s)", flush=True)
         del problem, variants
     return 0
 

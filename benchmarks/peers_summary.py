@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -195,7 +196,11 @@ def figures(rows: Sequence[dict[str, Any]], role: str = "ours") -> dict[str, Any
     if timed:
         last = timed[-1]
         names = ("device_name", "driver", "torch_version", "triton_version", "deep_gemm_version", "git_commit")
-        summed |= {name: last.get(name) for name in (*names, "read_tbps", "fp8_tflops")}
+        summed |= {name: last.get(name) for name in names}
+        for name in ("read_tbps", "fp8_tflops"):
+            known = [row[name] for row in timed if row[name]]
+            summed[name] = statistics.median(known) if known else None
+            summed[f"{name}_range"] = [min(known), max(known)] if known else None
     rounded: dict[str, Any] = _rounded(summed)
     return rounded
 
