@@ -31,6 +31,7 @@ def tables() -> dict[str, Callable[[], str]]:
     import peers_rows
     import peers_summary
     import portable_vs_prototype
+    import prototypes
     from measured_rows import FIRST_PASS, load, load_plain_triton
 
     rows, plain = load("h200"), load_plain_triton("h200")
@@ -61,6 +62,7 @@ def tables() -> dict[str, Callable[[], str]]:
         "floor-share": lambda: floor_share.table(rows, "h200", "the best kernel"),
         "floor-share-plain": lambda: floor_share.table(plain, "h200", "portable kernel"),
         "portable-vs-prototype": prototype,
+        "prototypes": lambda: prototypes.table(prototypes.read(prototypes.RESULTS)),
         "peers": lambda: peers_summary.overview(peers_rows.read(peers_rows.ROWS), "ours"),
         "peers-select": lambda: peers_summary.overview(peers_rows.read(peers_rows.ROWS), "select"),
         "peers-every-launch": lambda: peers_summary.table(peers_rows.read(peers_rows.ROWS), "ours"),

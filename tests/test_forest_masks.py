@@ -9,6 +9,7 @@ from tilewise.models import forest
 from tilewise.models.forest import Forest, export
 
 sklearn_ensemble = pytest.importorskip("sklearn.ensemble")
+threadpoolctl = pytest.importorskip("threadpoolctl")
 
 
 def fitted(leaves: int, trees: int, seed: int = 0) -> tuple[Forest, np.ndarray]:
@@ -18,7 +19,8 @@ def fitted(leaves: int, trees: int, seed: int = 0) -> tuple[Forest, np.ndarray]:
     regressor = sklearn_ensemble.HistGradientBoostingRegressor(
         max_iter=trees, max_leaf_nodes=leaves, min_samples_leaf=3, random_state=seed, early_stopping=False
     )
-    return export(regressor.fit(rows, target)), rows
+    with threadpoolctl.threadpool_limits(limits=1):  # threads that wait for each other take minutes on a busy machine
+        return export(regressor.fit(rows, target)), rows
 
 
 @pytest.mark.parametrize("leaves", [2, 3, 15, 16, 17, 31, 32])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -14,7 +15,7 @@ import synthetic
 import trained
 
 from tilewise.errors import InvalidBundleError, InvalidProfileError
-from tilewise.kernels.arch import ARCHS
+from tilewise.kernels.arch import ARCHS, get_arch
 from tilewise.kernels.paged_mqa_logits import spec
 from tilewise.kernels.paged_mqa_logits.sm90 import resources
 from tilewise.kernels.paged_mqa_logits.spec import Config, Shape, candidates
@@ -84,6 +85,32 @@ def test_floors_are_the_specs(shape: Shape) -> None:
     assert math.isclose(
         float(floors_us(shape_columns(shape), trained.ARCH)), spec.floor_us(shape, trained.ARCH), rel_tol=0.02
     )
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "context", "mean", "most"),
+    [
+        (27, 768, 768, 1),  # 12 tiles a request, 3 a program: every share ends within a request or with it
+        (48, 512, 512, 2),  # 8 tiles a request, 3 a program
+        (132, 512, 512, 1),  # a request each
+        (264, 512, 512, 2),  # two each
+        (300, 512, 512, 4),  # 19 tiles each, of requests of 8: the end of one, two whole, and the beginning of one
+        (27, 768, 700, 2),  # lengths differ: shares end anywhere
+        (1, 64, 64, 1),
+    ],
+)
+def test_requests_that_the_busiest_program_of_a_balanced_schedule_crosses(
+    batch_size: int, context: int, mean: int, most: int
+) -> None:
+    shape = Shape(batch_size, 8, 64, 128, 64, context, mean)
+    balanced = Config("sm90", 8, 4, num_stages=4, schedule="balanced", consumers=2, token_split=2, ctas_per_sm=1)
+    rows = config_features(
+        shape_columns(shape),
+        config_columns([balanced, dataclasses.replace(balanced, schedule="even")]),
+        get_arch("h200"),
+    )
+    found = rows[:, CONFIG_FEATURES.index("log2_most_segments")]
+    assert found.tolist() == pytest.approx([math.log2(most), 0.0], abs=1 / GRID)
 
 
 def test_features_name_each_column_once() -> None:

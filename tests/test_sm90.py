@@ -109,6 +109,22 @@ def test_every_served_shape_has_a_valid_default_and_candidates(heads: int, head_
         assert {c.schedule for c in valid} == {"balanced", "even"}
 
 
+@pytest.mark.parametrize("next_n", range(5, 9))
+@pytest.mark.parametrize("context", [2048, 131072])
+def test_where_no_group_holds_all_tokens_halves_are_split_and_quarters_offered(next_n: int, context: int) -> None:
+    shape = Shape(16, next_n, 128, 128, 64, context)
+    valid = [c for c in space.candidates(shape, H200) if space.why_invalid(shape, c, H200) is None]
+    half, quarter = -(-next_n // 2), 2
+    assert max(c.fuse_n for c in valid) == half
+    balanced = {(c.fuse_n, c.consumers, c.token_split) for c in valid if c.schedule == "balanced"}
+    assert balanced >= {(half, 2, 1), (half, 2, 2), (quarter, 2, 1), (quarter, 3, 1)}
+    if context == 131072:
+        default = space.default_config(shape, H200)
+        assert default in valid
+        # The registers of two consumers hold the sums and weights of two tokens of 128 heads each.
+        assert default.fuse_n // default.token_split == 2
+
+
 @pytest.mark.parametrize("heads", [16, 32, 64, 128])
 @pytest.mark.parametrize("next_n", range(1, 9))
 def test_a_config_for_long_contexts_has_a_stand_in_on_offer_at_shorter_ones(next_n: int, heads: int) -> None:
