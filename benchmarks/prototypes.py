@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import csv
 import datetime
+import functools
 import json
 import math
 import os
@@ -64,7 +65,7 @@ def padded(batch_size: int) -> int:
 def gluon_launch(config: dict[str, Any], problem: Any) -> Callable[[int], Any]:
     """A launch of the Gluon prototype."""
     import torch
-    from gluon_hopper import FP32_LAYOUT, KV_LAYOUT, prototype  # type: ignore[import-not-found]
+    from gluon_hopper import FP32_LAYOUT, KV_LAYOUT, prototype
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     batch, next_n, heads, dim = problem.q.shape
@@ -96,7 +97,7 @@ def gluon_launch(config: dict[str, Any], problem: Any) -> Callable[[int], Any]:
 def plain_launch(config: dict[str, Any], problem: Any) -> Callable[[int], Any]:
     """A launch of the plain-Triton prototype."""
     import torch
-    from plain_triton import prototype  # type: ignore[import-not-found]
+    from plain_triton import prototype
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     batch, next_n, heads, dim = problem.q.shape
@@ -162,7 +163,8 @@ def compile_one(job: tuple[Any, ...]) -> str:
 
 def width(entry: Any) -> int:
     """Columns of the output: whole pages, since the prototypes write those."""
-    return max(256, 64 * math.ceil(max(entry.target.context_lens) / 64))
+    longest: int = max(entry.target.context_lens)
+    return max(256, 64 * math.ceil(longest / 64))
 
 
 def empty_problem(entry: Any) -> Any:
@@ -250,7 +252,7 @@ def duel(
     runs: list[tuple[str, str, Timing, Callable[[int], Any]]] = []
     for config, roles in ours.items():
         timing = check(problem, config, arch)
-        runs.append((roles, json.dumps(config.to_dict()), timing, lambda turn, c=config: problem.launch(c, turn)))
+        runs.append((roles, json.dumps(config.to_dict()), timing, functools.partial(problem.launch, config)))
     some = next(iter(ours))
     for prototype, configs in theirs.items():
         for config in configs:

@@ -125,7 +125,7 @@ def fit_level(data: Examples, shapes: Any) -> tuple[Any, Any]:
 
     def likelihood(pair: tuple[float, float]) -> float:
         fitted = process(*pair).fit(standard[some], target[some])
-        return round(fitted.log_marginal_likelihood_value_, 6)
+        return round(float(fitted.log_marginal_likelihood_value_), 6)
 
     some = slice(None, None, max(1, -(-len(known) // LEVEL_PARAMETERS["shapes"])))
     pairs = itertools.product(LEVEL_PARAMETERS["length_scale"], LEVEL_PARAMETERS["noise_level"])
