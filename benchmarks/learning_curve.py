@@ -15,11 +15,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import joblib
 import numpy as np
 
 from tilewise.data.store import load_profile
@@ -57,8 +59,9 @@ def judge(measured: Measurements, arch: Arch, held: list[Judged], seed: int) -> 
 
 
 def replay(
-    pool: Measurements, arch: Arch, held: list[Judged], seed: int, choose: Callable[[np.ndarray, int], np.ndarray]
-) -> Curve:
+    pool: Measurements, arch: Arch, held: list[Judged], seed: int, choose: Callable[[np.ndarray, int], np.ndarray],
+    what: str,
+) -> Curve:  # fmt: skip
     """(timings, regret) as the pool is timed in the order that `choose` says."""
     total = len(pool.shape_id)
     known = np.zeros(total, bool)
@@ -69,7 +72,7 @@ def replay(
             fresh = choose(known, want - int(known.sum()))
             known[fresh] = True
         curve.append((int(known.sum()), judge(with_cells(pool, known), arch, held, seed)))
-        print(f"  {curve[-1][0]:6} timings  regret {curve[-1][1]:.4f}", flush=True)
+        print(f"{what}: {curve[-1][0]:6} timings  regret {curve[-1][1]:.4f}", flush=True)
     return curve
 
 
@@ -99,6 +102,21 @@ def drawn(pool: Measurements, seed: int) -> Callable[[np.ndarray, int], np.ndarr
         return np.asarray(order[~known[order]][:count])
 
     return choose
+
+
+def repeat(
+    measured: Measurements, first: Measurements, judged: Sequence[Judged], arch: Arch, seed: int
+) -> dict[str, Curve]:
+    """The curves of both ways with one half of the judging shapes held out; `first` has the first pass alone."""
+    order = np.random.default_rng(seed).permutation(len(judged))
+    held = [judged[at] for at in order[: len(judged) // 2].tolist()]
+    known = ~np.isin(measured.shape_id, [one.shape_id for one in held]) & ~np.isnan(first.latency_us)
+    pool = with_cells(first, known)
+    curves = {}
+    for name, choose in (("active", active(pool, arch, seed)), ("random", drawn(pool, seed))):
+        print(f"seed {seed}, {name}, pool of {len(pool.shape_id)} timings", flush=True)
+        curves[name] = replay(pool, arch, held, seed, choose, f"seed {seed}, {name}")
+    return curves
 
 
 def summary(curves: Mapping[str, Sequence[Curve]]) -> dict[str, Any]:
@@ -155,6 +173,7 @@ def main() -> None:
     parser.add_argument("--arch", default="h200")
     parser.add_argument("--repeats", type=int, default=24)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one a core)")
     args = parser.parse_args()
     if args.repeats < 2:
         parser.error(f"--repeats must be at least 2, to tell how far they scatter, got {args.repeats}")
@@ -163,16 +182,10 @@ def main() -> None:
     measured = measurements(columns, op=OP, arch=arch.name)
     first = dataclasses.replace(measured, latency_us=measured.first_us)
     judged = judging_set(measured, arch)
-    curves: dict[str, list[Curve]] = {"active": [], "random": []}
     started = time.time()
-    for seed in range(args.repeats):
-        order = np.random.default_rng(seed).permutation(len(judged))
-        held = [judged[at] for at in order[: len(judged) // 2].tolist()]
-        known = ~np.isin(measured.shape_id, [one.shape_id for one in held]) & ~np.isnan(first.latency_us)
-        pool = with_cells(first, known)
-        for name, choose in (("active", active(pool, arch, seed)), ("random", drawn(pool, seed))):
-            print(f"seed {seed}, {name}, pool of {len(pool.shape_id)} timings", flush=True)
-            curves[name].append(replay(pool, arch, held, seed, choose))
+    tasks = (joblib.delayed(repeat)(measured, first, judged, arch, seed) for seed in range(args.repeats))
+    found = joblib.Parallel(n_jobs=args.jobs)(tasks)
+    curves = {name: [one[name] for one in found] for name in found[0]}
     result = {
         "what": "replay of measured launches, geometric mean over the repeats",
         "op": OP,

@@ -76,11 +76,11 @@ class Run:
         self.ceilings: dict[str, Any] = {}
         self._pool: PagePool | None = None
 
-    def measure_ceilings(self) -> None:
+    def measure_ceilings(self, entry: Entry) -> None:
         """Before each entry: what a card can do depends on how warm it is, and it warms up in the course of a run."""
         import ceilings
 
-        self.marker.say(120)
+        self.marker.say(120, entry.name)
         self.ceilings = ceilings.measure()
 
     def problem(self, entry: Entry, seed: int) -> Problem:
@@ -192,7 +192,7 @@ def _duel_entries(
             return len(todo) - index
         begun = time.time()
         bad = failed(run.args.rows)
-        run.measure_ceilings()
+        run.measure_ceilings(entry)
         run.marker.say(run.args.silence, entry.name)
         problem = run.problem(entry, attempt - 1)
         variants = [

@@ -198,7 +198,8 @@ def config_features(shape: Columns, config: Columns, arch: Arch) -> Floats:
     tiles_per_program = np.where(balanced, dealt, np.ceil(tiles / split_kv))
     busy_splits = np.where(balanced, 1.0, np.ceil(tiles / tiles_per_program))
     segments = np.where(balanced, np.maximum(batch * groups / programs, 1.0), 1.0)
-    # Even shares of equal requests may end where requests end; others cross one request more.
+    # Even shares of equal requests may end where requests end; others cross one request more. About: as if every
+    # program had the largest share, while the last ones have a tile less.
     even = (shape["max_context_len"] == shape["mean_context_len"]) & (
         (np.mod(mean_tiles, dealt) == 0) | (np.mod(dealt, mean_tiles) == 0)
     )

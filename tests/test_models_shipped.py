@@ -77,6 +77,7 @@ def test_no_predicted_time_is_below_what_any_launch_takes(folder: Path, sizes: t
     least = float(np.nanmin(bundle.exact.latency_us))
     times = [one.predicted_us for one in chooser.rank(shape) if one.predicted_us is not None]
     assert min(times) >= max(least, 0.98 * floor_us(shape, bundle.arch))
+    assert bundle.rank.masks is not None, "walked, a cold selection takes five times as long"
     # The order and the ratios are the model's own.
     configs = candidates(shape, bundle.arch)
     ratio = np.exp(np.minimum(unsquash(bundle.scores(shape, configs), bundle.manifest["rank"]["squash"]), 50.0))

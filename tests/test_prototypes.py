@@ -94,4 +94,13 @@ def test_hazards_of_the_handing_over_are_told_from_others() -> None:
         (own, "epilogue.py", own, 0),
     ):
         text = HAZARD.format(first=first, name=name, second=second)
-        assert sanitize.hazards(text) == {"hazards": 1, "handover": handover}
+        assert sanitize.hazards(text) == {"records": 1, "handover": handover}
+    group = "========= Error: Race reported between Read access at k+0x180 in kernels.py:{}\n"
+    group += "=========     and Write access at k+0x3360 in kernels.py:{} [11 hazards]\n========= \n"
+    both = HAZARD.format(first=own, name="kernels.py", second=own) + "========= \n" + group.format(own, own)
+    assert sanitize.hazards(both) == {"records": 2, "handover": 2}
+    assert sanitize.hazards(both + group.format(own, other)) == {"records": 3, "handover": 2}
+    assert sanitize.hazards("========= Error: Race reported between what nobody knows\n") == {
+        "records": 1,
+        "handover": 0,
+    }

@@ -180,6 +180,7 @@ COMPILED = {
     "n1 three a multiprocessor": (Shape(64, 1, 64), config(1, 1, 1, num_stages=4, ctas_per_sm=3), False),
     "n3 even": (Shape(64, 3, 64), config(3, 2, schedule="even", split_kv=2), False),
     "n5 groups of 2": (Shape(64, 5, 32, 64, 32), config(2, 2), True),
+    "n7 halves split": (Shape(64, 7, 128), config(4, 1, 2, 2), False),
     "n6 tokens split": (Shape(64, 6, 64), config(6, 2, 3, 3), False),
     "n7 of 4, 2 and 1, any batch": (Shape(3000, 7, 16, 128, 128), config(7, 4), False),
     "n6 of 4 and 2": (Shape(64, 6, 32), config(6, 4, 2), False),
@@ -225,6 +226,7 @@ CASES = {
         for d in (64, 128)
     },
     **{f"heads {h}": (RAGGED, 3, config(3, 1 if h > 64 else 2), {"heads": h}) for h in (16, 32, 128)},
+    **{f"heads 128 n{n} halves split": (RAGGED, n, config(4, 1, 2, 2), {"heads": 128}) for n in (7, 8)},
     **{f"heads 16 n{n} dot {d}": (RAGGED, n, config(n, d), {"heads": 16}) for n, d in ((4, 4), (7, 4), (8, 2))},
     "heads 32 dot 4": (RAGGED, 6, config(6, 4), {"heads": 32}),
     **{f"batch {b}": (tuple(i * 7 % 150 for i in range(b)), 2, config(2, 2), {"heads": 32}) for b in (65, 257, 1500)},

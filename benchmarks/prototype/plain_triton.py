@@ -1,6 +1,6 @@
-"""The first working kernel, kept as the yardstick of the portable one: KV pages of 64 tokens, head_dim 128, contexts
-that fill their pages, tables of 2048 entries and rows of 131072 columns. Only benchmarks/prototypes.py and
-benchmarks/portable_vs_prototype.py run it."""
+"""The first working kernel, kept as the yardstick of the portable one: KV pages of 64 tokens, head_dim 128, block tables
+and rows of the output of a constant stride. Only benchmarks/prototypes.py and benchmarks/portable_vs_prototype.py run
+it."""
 
 import triton
 import triton.language as tl

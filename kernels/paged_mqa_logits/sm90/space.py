@@ -127,10 +127,11 @@ def candidates(shape: Shape, arch: Arch) -> list[Config]:
 
 
 def _widest(shape: Shape, arch: Arch) -> int:
-    """Query tokens of a group: all, or the half where shared memory has no room for more."""
+    """Query tokens of a group: all, or the half where shared memory, or two consumers' registers, have no room for
+    more."""
     least = _config(shape.next_n, 1, 1, 1, 2)
     fits = shared_memory_bytes(shape, least) <= arch.shared_memory_bytes
-    return shape.next_n if fits else cdiv(shape.next_n, 2)
+    return shape.next_n if fits and shape.next_n * shape.heads <= 512 else cdiv(shape.next_n, 2)
 
 
 def default_config(shape: Shape, arch: Arch) -> Config | None:
@@ -152,10 +153,12 @@ def default_config(shape: Shape, arch: Arch) -> Config | None:
     else:
         ordered = [(shape.next_n, dot_n, 2, 2, two, 1)]
     ordered.append((shape.next_n, dot_n, 2, 1, two, 1))
-    # Where not all tokens fit shared memory: half of them, if that is enough for two consumers to split, or a quarter.
     half = cdiv(shape.next_n, 2)
-    fuse_n, token_split = (half, 2) if half * shape.heads > 384 else (cdiv(half, 2), 1)
-    ordered.append((fuse_n, min(fuse_n, dot_n), 2, token_split, two, 1))
+    if _widest(shape, arch) < shape.next_n:
+        # Half of them, if that is enough for two consumers to split, or a quarter.
+        fuse_n, token_split = (half, 2) if half * shape.heads > 384 else (cdiv(half, 2), 1)
+        ordered = [(fuse_n, min(fuse_n, dot_n), 2, token_split, two, 1)]
+    ordered.append((half, min(half, dot_n), 2, 1, two, 1))
     ordered += [(1, 1, 2, 1, 4, 1)]
     for fuse_n, dot, consumers, token_split, num_stages, ctas_per_sm in ordered:
         config = _config(fuse_n, dot, consumers, token_split, num_stages, ctas_per_sm=ctas_per_sm)
