@@ -133,7 +133,6 @@ class Run:
         environment = {name: self.environment.get(name) for name in rows_file.COLUMNS if name in self.environment}
         for variant in variants:
             timing = variant.timing
-            timed = bool(timing.samples_us)
             ours = variant.tokens_per_row is None
             yield {
                 **base_row(entry, attempt),
@@ -144,13 +143,7 @@ class Run:
                 "kernel": timing.config.kernel,
                 "tokens_per_row": variant.tokens_per_row,
                 "config": variant.config_text,
-                "status": timing.status,
-                "reason": timing.reason,
-                "max_error": None if timing.max_error is None else f"{timing.max_error:.3g}",
-                "latency_us": f"{timing.median_us:.4f}" if timed else None,
-                "latency_p20_us": f"{timing.percentile(0.2):.4f}" if timed else None,
-                "latency_p80_us": f"{timing.percentile(0.8):.4f}" if timed else None,
-                "rounds": len(timing.samples_us),
+                **rows_file.timing_columns(timing),
                 "launches_per_replay": problem.launches,
                 "footprint_bytes": problem.footprint_bytes,
                 "clock_before_mhz": clocks[0],

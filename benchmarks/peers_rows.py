@@ -7,9 +7,12 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tilewise.kernels.paged_mqa_logits.spec import Config, Shape
+
+if TYPE_CHECKING:
+    from tilewise.kernels.timing import Timing
 
 HERE = Path(__file__).parent
 ROWS = HERE / "results" / "peers_h200.csv"
@@ -27,6 +30,20 @@ COLUMNS = (
 )  # fmt: skip
 _INTS = ("attempt", "heads", "next_n", "batch_size", "max_context_len", "mean_context_len", "tokens_per_row", "rounds")
 _FLOATS = ("latency_us", "read_tbps", "fp8_tflops", "max_error")
+
+
+def timing_columns(timing: Timing) -> dict[str, Any]:
+    """What became of a launch, and how long it took, as rows have it."""
+    timed = bool(timing.samples_us)
+    return {
+        "status": timing.status,
+        "reason": timing.reason,
+        "max_error": None if timing.max_error is None else f"{timing.max_error:.3g}",
+        "latency_us": f"{timing.median_us:.4f}" if timed else None,
+        "latency_p20_us": f"{timing.percentile(0.2):.4f}" if timed else None,
+        "latency_p80_us": f"{timing.percentile(0.8):.4f}" if timed else None,
+        "rounds": len(timing.samples_us),
+    }
 
 
 def append(path: Path, rows: Iterable[dict[str, Any]]) -> None:

@@ -242,6 +242,8 @@ def duel(
     rounds: int,
 ) -> Iterable[dict[str, Any]]:  # fmt: skip
     """Check and time all of one entry in turn; its rows."""
+    import peers_rows
+
     from tilewise.kernels.registry import kernel_source_hash
     from tilewise.kernels.timing import Timing, check, make_problem, time_interleaved
 
@@ -262,7 +264,6 @@ def duel(
     time_interleaved(good, problem.launches, rounds, flush=problem.needs_flush(arch), seed=attempt)
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     for role, config_text, timing, _ in runs:
-        timed = bool(timing.samples_us)
         yield {
             "entry": entry.name,
             "group": entry.group,
@@ -274,13 +275,7 @@ def duel(
             "attempt": attempt,
             "role": role,
             "config": config_text,
-            "status": timing.status,
-            "reason": timing.reason,
-            "max_error": None if timing.max_error is None else f"{timing.max_error:.3g}",
-            "latency_us": f"{timing.median_us:.4f}" if timed else None,
-            "latency_p20_us": f"{timing.percentile(0.2):.4f}" if timed else None,
-            "latency_p80_us": f"{timing.percentile(0.8):.4f}" if timed else None,
-            "rounds": len(timing.samples_us),
+            **peers_rows.timing_columns(timing),
             "measured_at": now,
             "kernel_hash": None if role in PROTOTYPES else kernel_source_hash(timing.config.kernel),
         }

@@ -137,11 +137,14 @@ def main() -> int:
         child()
         return 0
     import torch
+    import triton
 
     from tilewise.kernels.registry import kernel_source_hash
 
     result: dict[str, Any] = {
         "device": torch.cuda.get_device_name(0),
+        "torch": str(torch.__version__),
+        "triton": str(triton.__version__),
         "kernel_hash": kernel_source_hash("sm90"),
         "when": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "tools": {},

@@ -25,6 +25,7 @@ READS = frozenset(
 )  # fmt: skip
 
 MAX_COLUMNS = 256  # of one product
+MOST_GROUP_COLUMNS = 512  # query tokens x heads of a group that is offered
 MAX_EVEN_GRID = 1 << 20  # workgroups; up to here the kernel finds its part by fp32 products
 
 
@@ -100,7 +101,7 @@ def candidates(shape: Shape, arch: Arch) -> list[Config]:
     found = []
     small = shape.context_tokens <= SMALL_TOKENS
     two, three = _stages(shape)
-    widest = _widest(shape, arch)
+    widest = _widest(shape)
     halves = dict.fromkeys((shape.next_n, cdiv(shape.next_n, 2), cdiv(widest, 2), 1))
     for fuse_n in halves:
         whole = fuse_n == widest
@@ -126,12 +127,9 @@ def candidates(shape: Shape, arch: Arch) -> list[Config]:
     return found
 
 
-def _widest(shape: Shape, arch: Arch) -> int:
-    """Query tokens of a group: all, or the half where shared memory, or two consumers' registers, have no room for
-    more."""
-    least = _config(shape.next_n, 1, 1, 1, 2)
-    fits = shared_memory_bytes(shape, least) <= arch.shared_memory_bytes
-    return shape.next_n if fits and shape.next_n * shape.heads <= 512 else cdiv(shape.next_n, 2)
+def _widest(shape: Shape) -> int:
+    """Query tokens of a group: all, or half where shared memory and two consumers' registers have no room for all."""
+    return shape.next_n if shape.next_n * shape.heads <= MOST_GROUP_COLUMNS else cdiv(shape.next_n, 2)
 
 
 def default_config(shape: Shape, arch: Arch) -> Config | None:
@@ -154,7 +152,7 @@ def default_config(shape: Shape, arch: Arch) -> Config | None:
         ordered = [(shape.next_n, dot_n, 2, 2, two, 1)]
     ordered.append((shape.next_n, dot_n, 2, 1, two, 1))
     half = cdiv(shape.next_n, 2)
-    if _widest(shape, arch) < shape.next_n:
+    if _widest(shape) < shape.next_n:
         # Half of them, if that is enough for two consumers to split, or a quarter.
         fuse_n, token_split = (half, 2) if half * shape.heads > 384 else (cdiv(half, 2), 1)
         ordered = [(fuse_n, min(fuse_n, dot_n), 2, token_split, two, 1)]
