@@ -28,9 +28,8 @@ from tilewise.data.store import load_profile
 from tilewise.kernels.arch import Arch, get_arch
 from tilewise.models.bundle import unsquash
 from tilewise.models.choice import first_best
-from tilewise.models.features import config_columns, config_features, shape_columns, shape_features
+from tilewise.models.features import features_of
 from tilewise.models.fit import examples, fit_rank
-from tilewise.models.forest import export
 from tilewise.models.judging import Judged, geomean, judging_set
 from tilewise.models.measurements import Measurements, measurements
 from tilewise.models.sampling import next_launches, with_cells
@@ -45,12 +44,10 @@ LEVELS = (1.05, 1.02, 1.01, 1.008)  # of regret, on the way there
 def judge(measured: Measurements, arch: Arch, held: list[Judged], seed: int) -> float:
     """Geometric mean regret of a model of these timings on the held-out shapes."""
     data = examples(measured, arch)
-    rank = export(fit_rank(data, slice(None), seed))
+    rank = fit_rank(data, slice(None), seed)
     regret = []
     for one in held:
-        numbers = shape_columns(one.shape)
-        own = config_features(numbers, config_columns(one.configs), arch)
-        rows = np.hstack([np.tile(shape_features(numbers, arch), (len(own), 1)), own])
+        rows = features_of(one.shape, one.configs, arch)
         pick = first_best(one.configs, np.exp(unsquash(rank.predict(rows))))
         assert pick is not None
         time_us = one.second_us[pick]

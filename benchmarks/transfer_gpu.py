@@ -21,8 +21,9 @@ from tilewise.data.store import load_profile
 from tilewise.errors import InvalidProfileError
 from tilewise.kernels.arch import get_arch
 from tilewise.kernels.paged_mqa_logits.spec import default_config
-from tilewise.models.adapt import Estimate, adapt, leave_one_gpu_out, picks_by, rows_of
+from tilewise.models.adapt import Estimate, adapt, leave_one_gpu_out, picks_by
 from tilewise.models.bundle import unsquash
+from tilewise.models.features import features_of
 from tilewise.models.fit import examples, fit_rank
 from tilewise.models.judging import figures, geomean, judging_set, noise_margin
 from tilewise.models.measurements import measurements
@@ -97,7 +98,7 @@ def main() -> None:
     rank = fit_rank(
         data := examples(measured, arch), np.flatnonzero(~np.isin(measured.shape_id[data.cell], list(hidden))), 0
     )
-    full = {o.shape_id: np.exp(unsquash(rank.predict(rows_of(o.shape, o.configs, arch)))) for o in judged}
+    full = {o.shape_id: np.exp(unsquash(rank.predict(features_of(o.shape, o.configs, arch)))) for o in judged}
     result["all_other_timings"] = {name: value for name, value in of(full, margin).items() if name in NAMES}
     try:
         result["leave_one_gpu_out"] = leave_one_gpu_out({arch: measured})

@@ -98,13 +98,12 @@ def assess(shape: Shape, arch: Arch, known: Knowledge, *, use_exact: bool = True
 
 
 def _weigh(shape: Shape, arch: Arch, known: Knowledge, use_exact: bool) -> Assessment:
-    default = default_config(shape, arch)
     if shape.batch_size == 0 or shape.max_context_len == 0:
-        found = fallback(shape, default, known)
+        found = fallback(shape, default_config(shape, arch), known)
         found.reason = "empty batch: the default config." if shape.batch_size == 0 else "empty context: the default."
         return found
     configs = candidates(shape, arch, known.verdicts)
-    at = configs.index(default)
+    at = 0  # the default is the first
     found = Assessment(shape, configs, at, np.full(len(configs), np.nan), known.model_id, at)
     bundle = known.bundle
     if bundle is None:
@@ -215,12 +214,13 @@ def _choose(found: Assessment, bundle: Bundle, known: Knowledge, source: Source,
     found.chosen, found.runner_up = choose(found.configs, found.times, found.default, margin, tie)
     found.source = found.time_source = source
     verb = "measured" if source == "exact" else "predicted"
-    timed = int((~np.isnan(found.times)).sum())
-    behind = float(found.times[found.chosen]) / float(np.nanmin(found.times)) - 1.0
+    timed = int(np.count_nonzero(found.times == found.times))
+    least = float(np.fmin.reduce(found.times))
+    behind = float(found.times[found.chosen]) / least - 1.0
     fastest = "fastest" if behind < TIE else f"within {100 * behind:.1f} % of the fastest, a tie,"
     default_us = float(found.times[found.default])
     if found.chosen == found.default:
-        gap = default_us / float(np.nanmin(found.times)) - 1.0
+        gap = default_us / least - 1.0
         found.reason = f"the default is {verb} fastest of {timed} configs."
         if gap > 0.0:
             found.reason = (

@@ -20,13 +20,7 @@ from tilewise.kernels.arch import Arch
 from tilewise.kernels.paged_mqa_logits.spec import Config, Shape
 from tilewise.models.bundle import unsquash
 from tilewise.models.choice import choose
-from tilewise.models.features import (
-    FEATURES,
-    config_columns,
-    config_features,
-    shape_columns,
-    shape_features,
-)
+from tilewise.models.features import FEATURES, features_of
 from tilewise.models.fit import Examples, examples, fit_rank
 from tilewise.models.judging import Judged, figures, judging_set, noise_margin
 from tilewise.models.measurements import Measurements
@@ -55,13 +49,6 @@ _NAMES = (
 _AT = {name: FEATURES.index(name) for name in _NAMES}
 
 
-def rows_of(shape: Shape, configs: Sequence[Config], arch: Arch) -> Floats:
-    """[configs, FEATURES]"""
-    numbers = shape_columns(shape)
-    own = config_features(numbers, config_columns(configs), arch)
-    return np.hstack([np.tile(shape_features(numbers, arch), (len(configs), 1)), own])
-
-
 @dataclass(frozen=True)
 class Estimate:
     """An analytic estimate of launch times on one GPU: predicted, not measured, until constants are fitted."""
@@ -76,7 +63,7 @@ class Estimate:
 
     def predict_us(self, shape: Shape, configs: Sequence[Config]) -> Floats:
         """[configs] microseconds."""
-        return _estimate_us(rows_of(shape, configs, self.arch), self.constants)
+        return _estimate_us(features_of(shape, configs, self.arch), self.constants)
 
 
 def _estimate_us(rows: Floats, constants: Floats) -> Floats:
@@ -103,7 +90,7 @@ def adapt(timings: Sequence[tuple[Shape, Config, float]], arch: Arch) -> Estimat
         from scipy.optimize import least_squares
     except ImportError as error:
         raise UnsupportedError("adapting needs SciPy: pip install -e '.[train]'") from error
-    rows = np.vstack([rows_of(shape, [config], arch) for shape, config, _ in timings])
+    rows = np.vstack([features_of(shape, [config], arch) for shape, config, _ in timings])
     logs = np.log([us for _, _, us in timings])
     mean, deviation = np.array(list(PRIOR.values())).T
 
@@ -131,7 +118,7 @@ def leave_one_gpu_out(tables: Mapping[Arch, Measurements], seed: int = 0) -> dic
         margin = noise_margin(measured)
         picks: dict[int, int | None] = {}
         for one in judged:
-            ratio = np.exp(unsquash(rank.predict(rows_of(one.shape, one.configs, left))))
+            ratio = np.exp(unsquash(rank.predict(features_of(one.shape, one.configs, left))))
             picks[one.shape_id] = choose(one.configs, ratio, one.default, margin)[0]
         found[left.name] = {"judged_shapes": len(judged), **(figures(judged, picks) if judged else {})}
     return found
@@ -139,7 +126,10 @@ def leave_one_gpu_out(tables: Mapping[Arch, Measurements], seed: int = 0) -> dic
 
 def joined(parts: Sequence[Examples]) -> Examples:
     """The rows of several GPUs in one table. Cells and shapes are then those of the parts, one after the other."""
-    return Examples(*(np.concatenate([getattr(part, name) for part in parts]) for name in Examples.__annotations__))
+    table = {name: np.concatenate([getattr(part, name) for part in parts]) for name in Examples.__annotations__}
+    before = np.cumsum([0, *(len(part.shape_rows) for part in parts)])
+    table["shape"] = np.concatenate([part.shape + first for part, first in zip(parts, before, strict=False)])
+    return Examples(**table)
 
 
 def picks_by(judged: Sequence[Judged], times: Mapping[int, Floats], margin: float) -> dict[int, int | None]:

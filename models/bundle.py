@@ -26,28 +26,32 @@ from tilewise.errors import InvalidBundleError, TilewiseError
 from tilewise.kernels.arch import Arch
 from tilewise.kernels.paged_mqa_logits.spec import SHAPE_FIELDS, Config, Shape
 from tilewise.models.bucket_transfer import check_bucket_transfers
+from tilewise.models.columns import shape_columns
 from tilewise.models.exact import ARRAYS as EXACT_ARRAYS
 from tilewise.models.exact import Exact
 from tilewise.models.features import (
+    BOUNDS,
     FEATURES,
     SHAPE_FEATURES,
-    config_columns,
-    config_features,
     feature_spec_hash,
+    features_of,
     floors_us,
-    shape_columns,
     shape_features,
+    structure_at,
 )
 from tilewise.models.forest import Forest
 from tilewise.models.guard import Guard
+from tilewise.models.masks import MASKED_ROWS, Masks
 from tilewise.models.regime import Regime
 from tilewise.models.smooth import ARRAYS as LEVEL_ARRAYS
 from tilewise.models.smooth import Smooth
+from tilewise.models.structure import Structure
 
 FORMAT = "tilewise-bundle"
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 MAX_FILE_BYTES = 256 << 20
+MOST_STRUCTURES = 64  # lists of configs whose masks are kept: 0.4 MB each at most
 MOST_US = 1e12  # stands for a predicted time that is no number
 # What reading damaged or hostile data can raise: all of it means that this is no bundle.
 _MALFORMED = (
@@ -125,15 +129,35 @@ class Bundle:
 
     def features(self, shape: Shape, configs: Sequence[Config]) -> npt.NDArray[np.float64]:
         """[len(configs), len(FEATURES)]"""
-        numbers = shape_columns(shape)
-        rows = np.empty((len(FEATURES), len(configs))).T
-        rows[:, : len(SHAPE_FEATURES)] = shape_features(numbers, self.arch)
-        rows[:, len(SHAPE_FEATURES) :] = config_features(numbers, config_columns(configs), self.arch)
-        return rows
+        return features_of(shape, configs, self.arch)
 
     def scores(self, shape: Shape, configs: Sequence[Config]) -> npt.NDArray[np.float64]:
         """[len(configs)] squashed log distance from the shape's best, as the rank forest has it; the lowest wins."""
-        return self.rank.predict(self.features(shape, configs))
+        own = structure_at(shape, configs, self.arch)
+        return self._scores(features_of(shape, configs, self.arch, own), own)
+
+    @functools.cached_property
+    def masks(self) -> Masks | None:
+        """The fast form of `rank`, with a part for each kind of feature; None where it does not fit that form.
+
+        Made when it is first asked for, in milliseconds.
+        """
+        return Masks.of(self.rank, BOUNDS)
+
+    @functools.cached_property
+    def _structures(self) -> dict[Structure, npt.NDArray[Any]]:
+        return {}
+
+    def _scores(self, rows: npt.NDArray[np.float64], own: Structure) -> npt.NDArray[np.float64]:
+        if self.masks is None or not 0 < len(rows) <= MASKED_ROWS:
+            return self.rank.predict(rows)
+        of_shape, of_structure, of_launch = self.masks.parts
+        known = self._structures.get(own)
+        if known is None:
+            if len(self._structures) >= MOST_STRUCTURES:
+                self._structures.clear()
+            known = self._structures[own] = of_structure.conjunction(rows)
+        return self.masks.sums([of_launch.conjunction(rows), known, of_shape.conjunction(rows[:1])])
 
     def best_us(self, shape: Shape) -> float:
         """Predicted time of the shape's best config, microseconds; never below `least_us`."""
@@ -149,12 +173,13 @@ class Bundle:
         None is below `least_us`: where the model goes below it, as it may far from what was measured, all are scaled up
         together, so that their order and their ratios stay.
         """
-        rows = self.features(shape, configs)
-        if not len(rows):
+        if not configs:
             return np.empty(0)
-        ratio = unsquash(self.rank.predict(rows), self.manifest["rank"]["squash"])
+        own = structure_at(shape, configs, self.arch)
+        rows = features_of(shape, configs, self.arch, own)
+        ratio = unsquash(self._scores(rows, own), self.manifest["rank"]["squash"])
         times = self._best_us(shape, rows[0, : len(SHAPE_FEATURES)]) * np.exp(np.minimum(ratio, 50.0))
-        times = np.nan_to_num(times, nan=MOST_US, posinf=MOST_US)  # a bundle's numbers may be finite and still absurd
+        times = np.where(np.isfinite(times), times, MOST_US)  # a bundle's numbers may be finite and still absurd
         return np.asarray(times * max(1.0, self.least_us(shape) / times.min(initial=np.inf)))
 
     def least_us(self, shape: Shape) -> float:

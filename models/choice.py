@@ -18,14 +18,26 @@ PREDICTED_TIE = 0.004
 
 def first_best(configs: Sequence[Config], times: npt.NDArray[np.float64], skip: int | None = None) -> int | None:
     """Index of the least time, the first config in order among equals; None where nothing is left. NaN never wins."""
-    logs = np.round(np.log(times) / TIE)
-    logs[np.isnan(logs)] = np.inf
+    ticks = _ticks(times)
     if skip is not None:
-        logs[skip] = np.inf
-    least = logs.min(initial=np.inf)
+        ticks[skip] = np.inf
+    return _first(configs, ticks)
+
+
+def _ticks(times: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Times on a logarithmic scale of steps of TIE; +inf where there is none."""
+    ticks = np.log(times)
+    ticks /= TIE
+    np.rint(ticks, out=ticks)
+    ticks[ticks != ticks] = np.inf
+    return ticks
+
+
+def _first(configs: Sequence[Config], ticks: npt.NDArray[np.float64]) -> int | None:
+    least = ticks.min(initial=np.inf)
     if least == np.inf:
         return None
-    tied: list[int] = np.flatnonzero(logs == least).tolist()
+    tied: list[int] = (ticks == least).nonzero()[0].tolist()
     return tied[0] if len(tied) == 1 else min(tied, key=lambda at: configs[at])
 
 
@@ -37,7 +49,8 @@ def choose(
     Of those within `tie` of the best, a ratio less 1, the first by `_order` is chosen; none is slower than the default.
     Raises ValueError where no config has a time.
     """
-    best = first_best(configs, times)
+    ticks = _ticks(times)
+    best = _first(configs, ticks)
     if best is None:
         raise ValueError("no config has a time")
     if default is not None and times[default] <= times[best] * (1.0 + margin):
@@ -49,7 +62,8 @@ def choose(
         near: list[int] = np.flatnonzero(tied).tolist()
         if len(near) > 1:
             best = min(near, key=lambda at: _order(configs[at]))
-    return best, first_best(configs, times, skip=best)
+    ticks[best] = np.inf
+    return best, _first(configs, ticks)
 
 
 def _order(config: Config) -> tuple[Any, ...]:

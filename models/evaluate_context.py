@@ -21,8 +21,9 @@ from tilewise.kernels.paged_mqa_logits.spec import Config, Shape, candidates
 from tilewise.models.bucket_transfer import same_but_context
 from tilewise.models.bundle import unsquash
 from tilewise.models.choice import first_best
+from tilewise.models.columns import shape_columns
 from tilewise.models.expected import WORST_CASE, as_run, choose_expected, configs_over
-from tilewise.models.features import config_columns, config_features, floors_us, shape_columns, shape_features
+from tilewise.models.features import features_of, floors_us, shape_features
 from tilewise.models.fit import examples, fit
 from tilewise.models.forest import Forest
 from tilewise.models.judging import geomean, noise_margin
@@ -202,9 +203,7 @@ def _kind(measured: Measurements, ids: list[int], place: Mapping[Config, int], a
 
 def predicted(rank: Forest, level: Smooth, shape: Shape, configs: Sequence[Config], arch: Arch) -> Floats:
     """[configs] predicted microseconds of what each runs at this shape."""
+    ratio = unsquash(rank.predict(features_of(shape, [as_run(config, shape) for config in configs], arch)))
     numbers = shape_columns(shape)
-    own = shape_features(numbers, arch)
-    rows = config_features(numbers, config_columns([as_run(config, shape) for config in configs]), arch)
-    ratio = unsquash(rank.predict(np.hstack([np.broadcast_to(own, (len(rows), len(own))), rows])))
-    lift = float(level.predict(own[None])[0])
+    lift = float(level.predict(shape_features(numbers, arch)[None])[0])
     return np.asarray(float(floors_us(numbers, arch)) * np.exp(lift + ratio))

@@ -21,9 +21,10 @@ from tilewise.errors import InvalidProfileError
 from tilewise.kernels.arch import Arch
 from tilewise.kernels.paged_mqa_logits.spec import Config, Shape, candidates, default_config
 from tilewise.models.bundle import unsquash
-from tilewise.models.features import config_columns, config_features, shape_columns, shape_features
+from tilewise.models.columns import shape_columns
+from tilewise.models.features import features_of, shape_features
 from tilewise.models.fit import Examples, examples, fit_rank
-from tilewise.models.forest import Forest, export
+from tilewise.models.forest import Forest
 from tilewise.models.measurements import Measurements
 
 Floats = npt.NDArray[np.float64]
@@ -125,7 +126,7 @@ def _ensemble(measured: Measurements, arch: Arch, rng: np.random.Generator) -> l
     members = []
     for number in range(MEMBERS):
         rows = np.flatnonzero(np.isin(measured.shape_id[data.cell], timed[part != number]))
-        members.append(export(fit_rank(data, rows, number, MEMBER_PARAMETERS)))
+        members.append(fit_rank(data, rows, number, MEMBER_PARAMETERS))
     return members
 
 
@@ -133,9 +134,7 @@ def _of_shape(
     shape: Shape, configs: list[Config], tried: set[Config], arch: Arch, ensemble: Sequence[Forest]
 ) -> list[tuple[float, Launch]]:
     """The launches of one shape that were not timed, each with its predicted log time over the best of the shape."""
-    numbers = shape_columns(shape)
-    own = config_features(numbers, config_columns(configs), arch)
-    rows = np.hstack([np.tile(shape_features(numbers, arch), (len(configs), 1)), own])
+    rows = features_of(shape, configs, arch)
     ratio = np.stack([unsquash(member.predict(rows)) for member in ensemble])  # [members, configs]
     ratio -= ratio.min(axis=1, keepdims=True)
     mean = ratio.mean(axis=0)

@@ -40,15 +40,21 @@ class Smooth:
     def predict(self, rows: Floats) -> Floats:
         """[n] values for [n, features] rows."""
         x = (rows - self.center) / self.scale
-        square = ((x[:, :, None] - self._columns) ** 2).sum(axis=1)
+        # |x - p|^2 as |x|^2 - 2 x p + |p|^2: one product of matrices in place of three passes over all points.
+        square = np.maximum((x * x).sum(axis=1)[:, None] - 2.0 * (x @ self._columns) + self._squares, 0.0)
         r = np.sqrt(square) * (np.sqrt(3.0) / self.length)
         values: Floats = self.offset + ((1.0 + r) * np.exp(-r)) @ self.weights
         return values
 
     @functools.cached_property
     def _columns(self) -> Floats:
-        """[1, features, points]: sums over features go along whole rows, three times as fast."""
-        return np.ascontiguousarray(self.points.T)[None]
+        """[features, points]"""
+        return np.ascontiguousarray(self.points.T)
+
+    @functools.cached_property
+    def _squares(self) -> Floats:
+        """[points], of their distances from the origin."""
+        return np.asarray((self.points**2).sum(axis=1))
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """The arrays by name, as stored."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tilewise.kernels.paged_mqa_logits.spec import CONFIG_FIELDS, Config, Shape
-from tilewise.models.features import config_columns
+from tilewise.models.structure import config_columns
 
 _SCALED = ("fuse_n", "dot_n", "split_kv")
 

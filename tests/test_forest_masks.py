@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tilewise.models import forest
+from tilewise.models import masks
 from tilewise.models.forest import Forest, export
+from tilewise.models.masks import Masks
 
 sklearn_ensemble = pytest.importorskip("sklearn.ensemble")
 threadpoolctl = pytest.importorskip("threadpoolctl")
@@ -32,6 +33,22 @@ def test_masks_and_walking_agree_to_the_last_bit(leaves: int, count: int) -> Non
     assert trees.masks is not None
     assert np.array_equal(trees.masks.predict(rows), trees.walk(rows))
     assert np.array_equal(trees.predict(rows), trees.walk(rows))
+
+
+@pytest.mark.parametrize("bounds", [(3,), (2, 5), (0, 7), (2, 2)])
+def test_parts_together_give_the_whole(bounds: tuple[int, ...]) -> None:
+    trees, rows = fitted(31, 40)
+    parted = Masks.of(trees, bounds)
+    assert parted is not None
+    assert len(parted.parts) == len(bounds) + 1
+    assert np.array_equal(parted.predict(rows), trees.walk(rows))
+    for part, low, high in zip(parted.parts, (0, *bounds), (*bounds, 7), strict=True):
+        assert all(low <= feature < high for feature in part.features)
+    same = rows[:9].copy()
+    same[:, : bounds[0]] = same[0, : bounds[0]]  # of which one row is enough
+    first, *others = parted.parts
+    sums = parted.sums([*(part.conjunction(same) for part in others), first.conjunction(same[:1])])
+    assert np.array_equal(sums, trees.walk(same))
 
 
 def test_rows_that_agree_in_all_or_no_features() -> None:
@@ -83,7 +100,7 @@ def test_a_forest_of_another_form_is_walked(depth: int, left: list[int], reason:
 
 
 def test_tables_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forest, "MAX_MASK_BYTES", 1000)
+    monkeypatch.setattr(masks, "MAX_MASK_BYTES", 1000)
     trees, rows = fitted(15, 40)
     assert trees.masks is None
     assert np.array_equal(trees.predict(rows), trees.walk(rows))

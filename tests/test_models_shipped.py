@@ -77,9 +77,22 @@ def test_no_predicted_time_is_below_what_any_launch_takes(folder: Path, sizes: t
     least = float(np.nanmin(bundle.exact.latency_us))
     times = [one.predicted_us for one in chooser.rank(shape) if one.predicted_us is not None]
     assert min(times) >= max(least, 0.98 * floor_us(shape, bundle.arch))
-    assert bundle.rank.masks is not None, "walked, a cold selection takes five times as long"
+    assert bundle.masks is not None, "walked, a cold selection takes five times as long"
     # The order and the ratios are the model's own.
     configs = candidates(shape, bundle.arch)
     ratio = np.exp(np.minimum(unsquash(bundle.scores(shape, configs), bundle.manifest["rank"]["squash"]), 50.0))
     predicted = bundle.predict_us(shape, configs)
     assert np.allclose(predicted / predicted.min(), ratio / ratio.min(), rtol=1e-12)
+
+
+def test_scores_of_a_selection_are_those_of_the_walked_forest(folder: Path) -> None:
+    """To the last bit, with masks that are remembered by the structure of the configs, and without."""
+    bundle = Bundle.load(folder)
+    for _ in range(2):
+        for sizes in ((1, 1, 32), (16, 6, 32), (16, 6, 64), (3, 8, 128)):
+            for length in (300, 4097, 30000):
+                shape = Shape(*sizes, max_context_len=length)
+                configs = candidates(shape, bundle.arch)
+                expected = bundle.rank.walk(bundle.features(shape, configs))
+                assert np.array_equal(bundle.scores(shape, configs), expected)
+                assert np.array_equal(bundle.scores(shape, configs[:1]), expected[:1])

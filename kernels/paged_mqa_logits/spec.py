@@ -212,14 +212,17 @@ def candidates(shape: Shape, arch: Arch, verdicts: Verdicts | None = None) -> li
 
     `verdicts`, if given, is kept between calls with the same arch, and makes them fast.
     """
-    default = default_config(shape, arch)
-    grid = [
-        config for kernel in SPACES if space(kernel).runs_on(arch) for config in space(kernel).candidates(shape, arch)
-    ]
+    spaces = [space(kernel) for kernel in SPACES if space(kernel).runs_on(arch)]
+    grid = [config for own in spaces for config in own.candidates(shape, arch)]
     known: dict[Config, Config | None] = {} if verdicts is None else _verdicts_of(shape, verdicts)
     if shape.batch_size * shape.next_n * max((config.split_kv for config in grid), default=1) >= 1 << 31:
         known = {}
-    default = known.setdefault(default, default) or default
+    defaults = (own.default_config(shape, arch) for own in spaces)
+    first = next((config for config in defaults if config is not None), None)
+    default = None if first is None else known.get(first)
+    if default is None:  # not known to be valid
+        default = default_config(shape, arch)
+        default = known.setdefault(default, default) or default
     found = {id(default): default}
     for config in grid:
         try:

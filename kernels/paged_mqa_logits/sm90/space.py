@@ -15,7 +15,7 @@ from tilewise.kernels.paged_mqa_logits.sm90.resources import (
     registers_per_thread,
     shared_memory_bytes,
 )
-from tilewise.kernels.paged_mqa_logits.spec import Config, Shape, cdiv
+from tilewise.kernels.paged_mqa_logits.spec import CacheLayout, Config, Shape, cdiv
 
 READS = frozenset(
     (
@@ -136,7 +136,23 @@ def default_config(shape: Shape, arch: Arch) -> Config | None:
     """The best structure by the columns of a tile, measured on an H200; None for short launches."""
     if shape.context_tokens <= SMALL_TOKENS:
         return None  # the portable kernel's default is the better one there
-    two, three = _stages(shape)
+    return _default_of(
+        shape.next_n, shape.heads, shape.head_dim, shape.block_kv, shape.cache_layout, _stages(shape), arch
+    )
+
+
+@functools.lru_cache(maxsize=4096)  # of balanced schedules, so that batch and contexts make no other difference
+def _default_of(
+    next_n: int,
+    heads: int,
+    head_dim: int,
+    block_kv: int,
+    cache_layout: CacheLayout,
+    stages: tuple[int, int],
+    arch: Arch,
+) -> Config | None:
+    shape = Shape(1, next_n, heads, head_dim, block_kv, cache_layout=cache_layout)
+    two, three = stages
     columns = shape.next_n * shape.heads
     dot_n = next(dot for dot in (4, 2, 1) if dot == 1 or (dot <= shape.next_n and dot * shape.heads <= 128))
     if columns <= 64:
