@@ -25,7 +25,7 @@ from tilewise.models.choice import choose, first_best
 
 Floats = npt.NDArray[np.float64]
 
-WORST_CASE = 1.15  # at no context may the pick take longer than this many times the best config there
+WORST_CASE = 1.3  # at no context may the pick take longer than this many times the best config there
 
 
 @dataclass(frozen=True, slots=True)

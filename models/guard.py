@@ -26,7 +26,7 @@ CONFIDENCE = 0.97
 # Beyond what was measured errors have no bound, and one size held out stands for all ways of being beyond it.
 BEYOND_CONFIDENCE = 0.997
 # Of next_n the features say more, so that a few losses among the trials may be allowed (docs/log.md).
-CONFIDENCE_BEYOND = {"next_n": 0.99}
+CONFIDENCE_BEYOND = {"next_n": 0.995}
 FEWEST_TRIALS = 20
 STEP = 1e-4  # gains are rounded up to this, so that they are the same on every machine
 
