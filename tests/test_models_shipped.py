@@ -85,6 +85,7 @@ def test_no_predicted_time_is_below_what_any_launch_takes(folder: Path, sizes: t
     assert np.allclose(predicted / predicted.min(), ratio / ratio.min(), rtol=1e-12)
 
 
+@pytest.mark.parametrize("folder", SHIPPED, ids=lambda path: f"{path.parent.name}-{path.name}")
 def test_scores_of_a_selection_are_those_of_the_walked_forest(folder: Path) -> None:
     """To the last bit, with masks that are remembered by the structure of the configs, and without."""
     bundle = Bundle.load(folder)
