@@ -132,7 +132,7 @@ def _weigh(shape: Shape, arch: Arch, known: Knowledge, use_exact: bool) -> Asses
         partly = _partly_measured([configs[i] in measured for i in usable])
     found.times[usable] = bundle.predict_us(shape, [configs[i] for i in usable])
     outside = bundle.regime.outside(shape)
-    margin, clause = bundle.margin(shape)
+    margin, clause = bundle.margin(shape, outside)
     if margin is not None:
         found = _choose(found, bundle, known, "model", margin)
         if outside:

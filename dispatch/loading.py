@@ -29,6 +29,7 @@ class State:
     stamp: tuple[int, ...]
     refused: str  # why the bundle that should be in force could not be used; empty where it is
     by_shape: dict[Shape, Answer] = field(default_factory=dict)
+    by_object: dict[int, tuple[Shape, Answer]] = field(default_factory=dict)  # by id, which is its own while it is held
     by_sizes: dict[tuple[Any, ...], Answer] = field(default_factory=dict)
     by_context: dict[tuple[Shape, Context, float], Answer] = field(default_factory=dict)
 

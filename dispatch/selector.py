@@ -49,11 +49,13 @@ __all__ = [
 ]
 
 MEMO_LIMIT = 65536  # shapes remembered; at the limit, the older half is forgotten
+OBJECT_MEMO_LIMIT = 4096  # of the Shape objects that were asked with first, likewise
 CONTEXT_MEMO_LIMIT = 4096  # shapes with contexts, likewise
 
 _log = logging.getLogger("tilewise")
 _Path = str | os.PathLike[str]
 _Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 
 
 class Selector:
@@ -148,10 +150,15 @@ class Selector:
             )
             return self._over_contexts(as_shape(shape, given), context, worst_case)
         if shape is not None:
-            try:
-                answer = self._state.by_shape.get(shape)
-            except TypeError:  # not hashable, so no Shape
-                answer = None
+            state = self._state
+            found = state.by_object.get(id(shape))  # hashing a shape takes half of a warm call
+            if found is not None and found[0] is shape:
+                answer: Answer | None = found[1]
+            else:
+                try:
+                    answer = state.by_shape.get(shape)
+                except TypeError:  # not hashable, so no Shape
+                    answer = None
             if answer is not None and (
                 batch_size is next_n is heads is head_dim is block_kv is max_context_len is mean_context_len is None
                 and cache_layout is None
@@ -296,6 +303,8 @@ class Selector:
             with self._lock:
                 state.by_shape = _bounded(state.by_shape, MEMO_LIMIT)
                 state.by_shape[shape] = answer
+                state.by_object = _bounded(state.by_object, OBJECT_MEMO_LIMIT)
+                state.by_object[id(shape)] = shape, answer
         if key is not None:
             with self._lock:
                 state.by_sizes = _bounded(state.by_sizes, MEMO_LIMIT)
@@ -333,7 +342,7 @@ class Selector:
         return decision, tick
 
 
-def _bounded(memo: dict[_Key, Answer], limit: int) -> dict[_Key, Answer]:
+def _bounded(memo: dict[_Key, _Value], limit: int) -> dict[_Key, _Value]:
     """The memo, or its newer half where it is full. Readers keep the dict that they have."""
     if len(memo) < limit:
         return memo

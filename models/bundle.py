@@ -42,7 +42,7 @@ from tilewise.models.features import (
 from tilewise.models.forest import Forest
 from tilewise.models.guard import Guard
 from tilewise.models.masks import MASKED_ROWS, Masks
-from tilewise.models.regime import Regime
+from tilewise.models.regime import Outside, Regime
 from tilewise.models.smooth import ARRAYS as LEVEL_ARRAYS
 from tilewise.models.smooth import Smooth
 from tilewise.models.structure import Structure
@@ -122,10 +122,10 @@ class Bundle:
         """Two times of this ratio, less 1, are a tie."""
         return float(self.manifest["noise_margin"])
 
-    def margin(self, shape: Shape) -> tuple[float | None, str]:
+    def margin(self, shape: Shape, outside: Sequence[Outside] | None = None) -> tuple[float | None, str]:
         """The predicted gain over the default, a ratio less 1, that a pick for this shape needs, and a clause that says
-        why; None where no prediction is sure enough."""
-        return self.guard.margin(self.regime.beyond(shape), self.noise_margin)
+        why; None where no prediction is sure enough. `outside` is that of the regime, where it is at hand."""
+        return self.guard.margin(self.regime.beyond(shape, outside), self.noise_margin)
 
     def features(self, shape: Shape, configs: Sequence[Config]) -> npt.NDArray[np.float64]:
         """[len(configs), len(FEATURES)]"""
@@ -161,11 +161,13 @@ class Bundle:
 
     def best_us(self, shape: Shape) -> float:
         """Predicted time of the shape's best config, microseconds; never below `least_us`."""
-        return self._best_us(shape, shape_features(shape_columns(shape), self.arch))
+        numbers = shape_columns(shape)
+        floor_us = float(floors_us(numbers, self.arch))
+        return self._best_us(floor_us, shape_features(numbers, self.arch))
 
-    def _best_us(self, shape: Shape, features: npt.NDArray[np.float64]) -> float:
-        level = self.level.predict(features[None])
-        return max(float(floors_us(shape_columns(shape), self.arch) * np.exp(level[0])), self.least_us(shape))
+    def _best_us(self, floor_us: float, features: npt.NDArray[np.float64]) -> float:
+        level = float(self.level.predict(features[None])[0])
+        return max(floor_us * float(np.exp(level)), self._least_us(floor_us))
 
     def predict_us(self, shape: Shape, configs: Sequence[Config]) -> npt.NDArray[np.float64]:
         """[len(configs)] predicted times, microseconds.
@@ -178,15 +180,19 @@ class Bundle:
         own = structure_at(shape, configs, self.arch)
         rows = features_of(shape, configs, self.arch, own)
         ratio = unsquash(self._scores(rows, own), self.manifest["rank"]["squash"])
-        times = self._best_us(shape, rows[0, : len(SHAPE_FEATURES)]) * np.exp(np.minimum(ratio, 50.0))
+        floor_us = float(floors_us(shape_columns(shape), self.arch))
+        times = self._best_us(floor_us, rows[0, : len(SHAPE_FEATURES)]) * np.exp(np.minimum(ratio, 50.0))
         times = np.where(np.isfinite(times), times, MOST_US)  # a bundle's numbers may be finite and still absurd
-        return np.asarray(times * max(1.0, self.least_us(shape) / times.min(initial=np.inf)))
+        return np.asarray(times * max(1.0, self._least_us(floor_us) / times.min(initial=np.inf)))
 
     def least_us(self, shape: Shape) -> float:
         """No launch of this shape is believed to take less: what the fastest measured launch took, whatever it did, and
         the shape's floor (or what the measured times reached of theirs, should any have been below it)."""
+        return self._least_us(float(floors_us(shape_columns(shape), self.arch)))
+
+    def _least_us(self, floor_us: float) -> float:
         launch_us, share = self._limits
-        return max(launch_us, share * float(floors_us(shape_columns(shape), self.arch)))
+        return max(launch_us, share * floor_us)
 
     @functools.cached_property
     def _limits(self) -> tuple[float, float]:

@@ -56,12 +56,12 @@ class Regime:
                 found.append(Outside(name, side, reach, _outside_text(name, value, low, high)))
         return found
 
-    def beyond(self, shape: Shape) -> dict[str, float]:
+    def beyond(self, shape: Shape, outside: Sequence[Outside] | None = None) -> dict[str, float]:
         """The sizes by which the shape leaves what was measured, and how far, in doublings; empty where it is inside.
 
         Beside `outside`, a next_n within the range that was not measured counts.
         """
-        found = {one.dimension: one.reach for one in self.outside(shape)}
+        found = {one.dimension: one.reach for one in (self.outside(shape) if outside is None else outside)}
         group = tuple(getattr(shape, name) for name in GROUP)
         if group in self.groups:
             known = self.values[group]

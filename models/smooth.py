@@ -42,8 +42,12 @@ class Smooth:
         x = (rows - self.center) / self.scale
         # |x - p|^2 as |x|^2 - 2 x p + |p|^2: one product of matrices in place of three passes over all points.
         square = np.maximum((x * x).sum(axis=1)[:, None] - 2.0 * (x @ self._columns) + self._squares, 0.0)
-        r = np.sqrt(square) * (np.sqrt(3.0) / self.length)
-        values: Floats = self.offset + ((1.0 + r) * np.exp(-r)) @ self.weights
+        r = np.sqrt(square, out=square)
+        r *= -np.sqrt(3.0) / self.length
+        decay = np.exp(r)
+        np.subtract(1.0, r, out=r)
+        r *= decay
+        values: Floats = self.offset + r @ self.weights
         return values
 
     @functools.cached_property

@@ -35,7 +35,7 @@ from tilewise.kernels.paged_mqa_logits.spec import Config, Shape, default_config
 from tilewise.models import registry
 from tilewise.models.bundle import FILES, MANIFEST, Bundle
 from tilewise.models.bundle import _digest as digest_of
-from tilewise.models.choice import choose
+from tilewise.models.choice import PREDICTED_TIE, choose
 from tilewise.models.latency import train
 
 KNOWN = Shape(16, 6, 32, 128, 64, 32768)
@@ -83,7 +83,8 @@ def test_an_unseen_shape_inside_gets_the_models_pick(chooser: Selector) -> None:
     decision = chooser.select(trained.UNSEEN)
     configs = spec.candidates(trained.UNSEEN, trained.ARCH)
     times = chooser.bundle.predict_us(trained.UNSEEN, configs)
-    chosen, runner_up = choose(configs, times, 0, chooser.bundle.noise_margin)
+    margin, _ = chooser.bundle.margin(trained.UNSEEN)
+    chosen, runner_up = choose(configs, times, 0, margin, PREDICTED_TIE)
     assert (decision.source, decision.regime) == ("model", "inside")
     assert (decision.config, decision.runner_up) == (configs[chosen], configs[runner_up])
     assert decision.predicted_us == pytest.approx(times[chosen])
@@ -472,15 +473,21 @@ def test_shapes_that_differ_in_one_field_are_not_mixed_up(chooser: Selector) -> 
 
 def test_a_known_shape_is_answered_from_memory(chooser: Selector) -> None:
     assert chooser.select(KNOWN) is chooser.select(Shape(16, 6, 32, 128, 64, 32768))
+    own = Shape(16, 6, 32, 128, 64, 4097)
+    assert chooser.select(own) is chooser.select(own) is chooser.select(Shape(16, 6, 32, 128, 64, 4097))
+    with pytest.raises(InvalidShapeError, match="not both"):
+        chooser.select(own, max_context_len=4098)
     assert chooser.select(batch_size=16, next_n=6, heads=32) is chooser.select(KNOWN)
 
 
 def test_memory_is_bounded(chooser: Selector, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selecting, "MEMO_LIMIT", 20)
+    monkeypatch.setattr(selecting, "OBJECT_MEMO_LIMIT", 10)
     first = chooser.select(batch_size=1, next_n=1, heads=32)
     for batch in range(1, 100):
         chooser.select(batch_size=batch, next_n=1, heads=32)
         assert len(chooser._state.by_shape) <= 20
+        assert len(chooser._state.by_object) <= 10
         assert len(chooser._state.by_sizes) <= 20
     assert chooser.select(batch_size=1, next_n=1, heads=32) == first
 
