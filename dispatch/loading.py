@@ -105,7 +105,7 @@ class Loader:
             raise InvalidBundleError(
                 f"bundle {folder} is for {bundle.op} on {bundle.arch.name}, not {self.op} on {self.arch.name}"
             )
-        _ = bundle.masks  # made now, so that the first selection does not wait for it
+        _ = bundle.masks or bundle.rank.masks  # made now, so that the first selection does not wait for it
         known = Knowledge.of(bundle)
         for reason in known.stale.values():
             self.warn("stale_kernel", reason)

@@ -303,8 +303,9 @@ class Selector:
             with self._lock:
                 state.by_shape = _bounded(state.by_shape, MEMO_LIMIT)
                 state.by_shape[shape] = answer
-                state.by_object = _bounded(state.by_object, OBJECT_MEMO_LIMIT)
-                state.by_object[id(shape)] = shape, answer
+                if key is None:  # the caller's own object
+                    state.by_object = _bounded(state.by_object, OBJECT_MEMO_LIMIT)
+                    state.by_object[id(shape)] = shape, answer
         if key is not None:
             with self._lock:
                 state.by_sizes = _bounded(state.by_sizes, MEMO_LIMIT)

@@ -41,7 +41,7 @@ from tilewise.models.features import (
 )
 from tilewise.models.forest import Forest
 from tilewise.models.guard import Guard
-from tilewise.models.masks import MASKED_ROWS, Masks
+from tilewise.models.masks import Masks
 from tilewise.models.regime import Outside, Regime
 from tilewise.models.smooth import ARRAYS as LEVEL_ARRAYS
 from tilewise.models.smooth import Smooth
@@ -51,7 +51,8 @@ FORMAT = "tilewise-bundle"
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 MAX_FILE_BYTES = 256 << 20
-MOST_STRUCTURES = 64  # lists of configs whose masks are kept: 0.4 MB each at most
+MOST_MASKED = 256  # configs whose masks are worked out in one go
+MAX_STRUCTURE_BYTES = 32 << 20  # of the masks that are kept for lists of configs: some 700 lists of the shipped model
 MOST_US = 1e12  # stands for a predicted time that is no number
 # What reading damaged or hostile data can raise: all of it means that this is no bundle.
 _MALFORMED = (
@@ -149,12 +150,12 @@ class Bundle:
         return {}
 
     def _scores(self, rows: npt.NDArray[np.float64], own: Structure) -> npt.NDArray[np.float64]:
-        if self.masks is None or not 0 < len(rows) <= MASKED_ROWS:
+        if self.masks is None or not 0 < len(rows) <= MOST_MASKED:
             return self.rank.predict(rows)
         of_shape, of_structure, of_launch = self.masks.parts
         known = self._structures.get(own)
         if known is None:
-            if len(self._structures) >= MOST_STRUCTURES:
+            if sum(masks.nbytes for masks in list(self._structures.values())) > MAX_STRUCTURE_BYTES:
                 self._structures.clear()
             known = self._structures[own] = of_structure.conjunction(rows)
         return self.masks.sums([of_launch.conjunction(rows), known, of_shape.conjunction(rows[:1])])

@@ -28,12 +28,6 @@ WORDS: dict[str, tuple[str, ...]] = {
 CODES = {field: {word: float(code) for code, word in enumerate(words)} for field, words in WORDS.items()}
 
 
-def code_words(field: str, words: Sequence[str]) -> Floats:
-    """Codes of a text column."""
-    codes = CODES[field]
-    return np.array([codes.get(word, -1.0) for word in words])
-
-
 def shape_columns(shape: Shape) -> dict[str, Any]:
     """The fields of one shape as numbers."""
     values: dict[str, Any] = {name: float(getattr(shape, name)) for name in SHAPE_FIELDS if name != "cache_layout"}

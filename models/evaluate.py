@@ -113,9 +113,9 @@ def evaluate(
     """Regret figures of the model and three baselines, by name.
 
     `seeds` of the folds and of training are tried, from `seed` on: figures are means over them, and those of WORST the
-    worst of them. `leave_out` names shape fields of which each value is held out in turn (LEAVE_OUT has the usual
-    ones). `offer` gives the configs on offer for a shape; left out, it is the op's own `candidates`. Picks that lose
-    more than `limit` with any seed are listed as `beyond` (duels.py).
+    worst of them. `leave_out` names shape fields of which each value is held out in turn, as `value_splits` does
+    (LEAVE_OUT has the usual ones). `offer` gives the configs on offer for a shape; left out, it is the op's own
+    `candidates`. Picks that lose more than `limit` with any seed are listed as `beyond` (duels.py).
     Raises InvalidProfileError where no shape can be judged.
     """
     measured = measurements(columns, op=op, arch=arch)

@@ -45,7 +45,7 @@ LEVEL_PARAMETERS: dict[str, Any] = {
 HALF_WEIGHT = 0.1
 # Of those farther than this every third is learnt from, at three times the weight: that costs nothing but time.
 FAR, FAR_STEP = 0.25, 3
-# Share of the trees that find out by how much a shape's best time itself is off; see `fit_rank`.
+# Trees that find out by how much a shape's best time itself is off, over those of the rank; see `rank_regressor`.
 OFFSET_SHARE = 0.2
 
 

@@ -105,7 +105,7 @@ def value_splits(shapes: Sequence[Shape], field: str, among: Iterable[int] | Non
     """Every value of a field held out in turn, among some of the shapes.
 
     Of a ranged size, values within the same quarter of a doubling count as one: a model that was trained on 31,000
-    tokens has as good as seen 32,000.
+    tokens has as good as seen 32,000. (Near the ends of such a quarter there are still neighbours that are left.)
     """
     ids = np.arange(len(shapes)) if among is None else np.array(sorted(among), dtype=np.int64)
     values = np.array([getattr(shapes[at], field) for at in ids.tolist()])

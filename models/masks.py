@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 MASKS: dict[int, tuple[Any, int, int]] = {16: (np.uint16, 0x09AF, 12), 32: (np.uint32, 0x077CB531, 27)}
 MAX_MASK_BYTES = 64 << 20
 MERGED_ROWS = 512  # features with few thresholds share a table of at most this many rows
-MASKED_ROWS = 256  # looked at together: few enough to stay in the cache
+MAX_TREES = 8192
+MASKED_ROWS = 32  # looked at together: few enough to stay in the cache
 
 Table: TypeAlias = tuple[list[int], list[npt.NDArray[np.float64]], npt.NDArray[Any]]
 
@@ -102,15 +103,18 @@ class Masks:
 
     @classmethod
     def of(cls, forest: Forest, bounds: Sequence[int] = ()) -> Masks | None:
-        """None where a tree has more leaves than any of MASKS, nodes are shared or deeper than the forest says, or the
-        tables were too large. There is a part for the features below the first of `bounds`, and so on."""
+        """There is a part for the features below the first of `bounds`, and so on. None where there are more than
+        MAX_TREES, a tree has more leaves than any of MASKS, nodes are shared or deeper than the forest says, or the
+        tables were too large."""
+        if len(forest.roots) > MAX_TREES:
+            return None
         left, roots = forest.left.astype(np.intp), forest.roots.astype(np.intp)
         leaf = left == np.arange(len(left))
         tree = np.full(len(left), -1, np.intp)
         tree[roots] = np.arange(len(roots))
         levels = [roots]
         while len(inner := levels[-1][~leaf[levels[-1]]]):
-            if len(levels) > forest.depth:
+            if len(levels) > forest.depth or sum(map(len, levels)) > len(left):
                 return None
             tree[left[inner]] = tree[left[inner] + 1] = tree[inner]
             levels.append(np.concatenate([left[inner], left[inner] + 1]))
@@ -139,6 +143,8 @@ class Masks:
             own = forest.feature[inner] == feature
             tables = parts[sum(feature >= bound for bound in bounds)]
             cuts, at = np.unique(forest.threshold[inner][own], return_inverse=True)
+            if size + (len(cuts) + 1) * len(roots) * np.dtype(word).itemsize > MAX_MASK_BYTES:
+                return None
             table = np.full((len(cuts) + 1, len(roots)), full, word)
             np.bitwise_and.at(table, (at + 1, tree[inner][own]), kept[own].astype(word))
             np.bitwise_and.accumulate(table, axis=0, out=table)

@@ -31,7 +31,8 @@ Floats = npt.NDArray[np.float64]
 Offer = Callable[[Shape], Sequence[Config]]
 
 MEMBERS = 4
-MEMBER_PARAMETERS: dict[str, Any] = {"max_iter": 80, "learning_rate": 0.2}
+# A leaf of few examples, since there are few timings at first.
+MEMBER_PARAMETERS: dict[str, Any] = {"max_iter": 80, "learning_rate": 0.2, "min_samples_leaf": 10}
 CONFIGS_PER_SHAPE = 4  # at first, while the space is filled
 DRAWN = 0.25  # share of later launches that is drawn at random
 FEWEST_SHAPES = 8  # timed ones, below which the space is filled

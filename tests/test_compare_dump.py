@@ -26,7 +26,7 @@ from tilewise.dispatch.selector import Selector
 from tilewise.errors import UnsupportedError
 from tilewise.kernels.paged_mqa_logits.spec import Config, Shape, candidates, default_config
 from tilewise.models.bundle import Bundle
-from tilewise.models.features import CONFIG_FEATURES, FEATURES
+from tilewise.models.features import FEATURES, SHAPE_FEATURES
 from tilewise.models.latency import train
 
 KNOWN = Shape(16, 6, 32, 128, 64, 32768)
@@ -57,9 +57,9 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_feature_of_a_config_is_in_one_group() -> None:
     names = [name for group in GROUPS.values() for name in group]
     assert len(names) == len(set(names))
-    assert set(names) <= set(CONFIG_FEATURES)
+    assert set(names) <= set(FEATURES[len(SHAPE_FEATURES) :])
     columns = [at for group in grouped_features().values() for at in group]
-    assert sorted(FEATURES[at] for at in columns) == sorted(CONFIG_FEATURES)
+    assert sorted(FEATURES[at] for at in columns) == sorted(FEATURES[len(SHAPE_FEATURES) :])
 
 
 @pytest.mark.parametrize("shape", [trained.UNSEEN, KNOWN, Shape(1, 1, 64, 128, 64, 3000)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -104,3 +106,51 @@ def test_tables_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     trees, rows = fitted(15, 40)
     assert trees.masks is None
     assert np.array_equal(trees.predict(rows), trees.walk(rows))
+
+
+def chained(depth: int) -> Forest:
+    """Both children of each node are the next two, so that every level has twice as many ways to it."""
+    nodes = depth + 2
+    left = np.minimum(np.arange(nodes) + 1, nodes - 2)
+    left[-2:] = np.arange(nodes)[-2:]
+    leaf = left == np.arange(nodes)
+    return Forest.from_arrays(
+        {
+            "feature": np.zeros(nodes, np.int32),
+            "threshold": np.where(leaf, np.inf, 0.5),
+            "left": left.astype(np.int32),
+            "value": np.arange(nodes, dtype=np.float64),
+            "roots": np.array([0], np.int32),
+        },
+        0.0,
+        depth,
+        1,
+    )
+
+
+def stumps(count: int, leaves_only: bool = False) -> Forest:
+    nodes = np.arange(3 * count)
+    leaf = nodes % 3 > 0 if not leaves_only else np.ones(3 * count, bool)
+    return Forest.from_arrays(
+        {
+            "feature": np.zeros(3 * count, np.int32),
+            "threshold": np.where(leaf, np.inf, nodes.astype(np.float64)),
+            "left": np.where(leaf, nodes, nodes + 1).astype(np.int32),
+            "value": np.ones(3 * count),
+            "roots": nodes[::3].astype(np.int32),
+        },
+        0.0,
+        1,
+        1,
+    )
+
+
+@pytest.mark.parametrize("hostile", [chained(60), stumps(8000), stumps(60000), stumps(500000, leaves_only=True)])
+def test_a_forest_made_to_fill_the_memory_is_walked(hostile: Forest) -> None:
+    """Each of these would take gigabytes as masks."""
+    tracemalloc.start()
+    try:
+        assert hostile.masks is None
+        assert tracemalloc.get_traced_memory()[1] < 200 << 20
+    finally:
+        tracemalloc.stop()

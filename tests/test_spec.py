@@ -176,3 +176,13 @@ def test_an_int_too_long_to_print_is_refused_like_any_other(field: str) -> None:
     values: dict[str, int] = {"batch_size": 16, "next_n": 6, "heads": 32, field: 10**5000}
     with pytest.raises(InvalidShapeError, match="got far more"):
         Shape(**values)
+
+
+@pytest.mark.parametrize("order", [0, 1])
+def test_what_is_remembered_of_one_batch_size_holds_for_another(order: int) -> None:
+    """An even schedule has a limit on its workgroups, which is the batch's and not the kind of shape's."""
+    arch = get_arch("h200")
+    shapes = [Shape(200, 8, 32, 128, 64, 4096, 0), Shape(1 << 20, 8, 32, 128, 64, 4096, 0)]
+    verdicts: dict = {}
+    for shape in shapes if order else reversed(shapes):
+        assert candidates(shape, arch, verdicts) == candidates(shape, arch)

@@ -201,9 +201,10 @@ def is_valid(shape: Shape, config: Config, arch: Arch) -> str | None:
 
 
 # What `candidates` remembers for a caller: by the fields of a shape that kernels are compiled for, the valid configs,
-# each the one object that stands for its equals, and None for the others. `is_valid` reads no other field of a shape,
-# but for its limit on programs.
+# each the one object that stands for its equals, and None for the others. Beside these, limits on programs read a
+# shape: where the least of them could be met, nothing is remembered.
 Verdicts = dict[tuple[Any, ...], dict[Config, Config | None]]
+LEAST_PROGRAM_LIMIT = 1 << 20  # the Hopper kernel's, of an even schedule
 MOST_VERDICTS = (32, 2048)  # kinds of shape, and configs of each: some 20 MB at most
 
 
@@ -215,7 +216,8 @@ def candidates(shape: Shape, arch: Arch, verdicts: Verdicts | None = None) -> li
     spaces = [space(kernel) for kernel in SPACES if space(kernel).runs_on(arch)]
     grid = [config for own in spaces for config in own.candidates(shape, arch)]
     known: dict[Config, Config | None] = {} if verdicts is None else _verdicts_of(shape, verdicts)
-    if shape.batch_size * shape.next_n * max((config.split_kv for config in grid), default=1) >= 1 << 31:
+    most_splits = max((config.split_kv for config in grid), default=1)
+    if shape.batch_size * shape.next_n * most_splits >= LEAST_PROGRAM_LIMIT:
         known = {}
     defaults = (own.default_config(shape, arch) for own in spaces)
     first = next((config for config in defaults if config is not None), None)
