@@ -19,7 +19,9 @@ from tilewise.kernels.arch import ARCHS, get_arch
 from tilewise.kernels.paged_mqa_logits import spec
 from tilewise.kernels.paged_mqa_logits.sm90 import resources
 from tilewise.kernels.paged_mqa_logits.spec import Config, Shape, candidates
+from tilewise.models import fit as fitting
 from tilewise.models.adapt import joined
+from tilewise.models.bundle import squash
 from tilewise.models.choice import choose, first_best
 from tilewise.models.columns import GRID, shape_columns
 from tilewise.models.evaluate import evaluate
@@ -611,3 +613,15 @@ def test_rows_of_two_gpus_in_one_table_keep_their_shapes_apart() -> None:
     count = len(data.shape_rows)
     assert np.array_equal(both.shape, np.concatenate([data.shape, data.shape + count]))
     assert len(both.shape_rows) == 2 * count
+
+
+def test_far_rows_are_thinned_where_there_are_many_and_keep_their_weight() -> None:
+    data = examples(measured(), trained.ARCH)
+    times = -(-(fitting.FEW_ROWS + 1) // len(data.cell))
+    many = joined([data] * times)
+    assert fitting.thinned(data, np.arange(len(data.cell)))[0].tolist() == list(range(len(data.cell)))
+    at, weight = fitting.thinned(many, np.arange(len(many.cell)))
+    far = many.rank_target > float(squash(np.array(fitting.FAR)))
+    assert set(np.flatnonzero(~far)) <= set(at.tolist())
+    assert len(at) == (~far).sum() + -(-far.sum() // fitting.FAR_STEP)
+    assert weight.sum() == pytest.approx(many.rank_weight.sum(), rel=0.05)
