@@ -46,7 +46,7 @@ HALF_WEIGHT = 0.1
 # Of those farther than this every third is learnt from, at three times the weight, which takes half of the time and
 # loses nothing; of so few rows, all.
 FAR, FAR_STEP = 0.25, 3
-FEW_ROWS = 5000
+FEW_ROWS = 20000
 # Trees that find out by how much a shape's best time itself is off, over those of the rank; see `rank_regressor`.
 OFFSET_SHARE = 0.2
 
