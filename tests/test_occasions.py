@@ -54,8 +54,9 @@ def test_what_one_change_of_the_timings_does_is_found_and_measured(tmp_path: Pat
     code, out, err = occasions("--first", first, "--first-only", "pass_index=0", "--second-only", "pass_index=1")
     assert code == 0, err
     within = [float(line.split()[1]) for line in out.splitlines() if "agree_or_within_band" in line]
-    assert len(within) == 2, "of the shapes that both have, and of the grid"
-    assert min(within) > 0.95, "the passes differ by a factor alone: what is left are ties"
+    of_shared, of_grid = within
+    assert of_shared > 0.95, "the passes differ by a factor alone: what is left are ties"
+    assert of_grid > 0.9, "of other shapes, the few that were timed say less"
     assert "judging_shapes: none" in out
 
 
