@@ -3,7 +3,9 @@
     python benchmarks/select.py [--json] [--arch h200] [--bundle FOLDER]
 
 Medians on one thread; cold_most_us is cold for a shape with the most candidates. Without a bundle for the arch, cold is
-the cost of falling back to the default, and says so.
+the cost of falling back to the default, and says so. rank_us is what of cold the trees take, for the candidates of one
+launch, and scikit_learn_us the same by scikit-learn's own predict, of a model fitted to the shipped profile as the
+bundle's is (a quarter of a minute; left out without scikit-learn or a profile).
 """
 
 from __future__ import annotations
@@ -17,10 +19,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tilewise.data.store import load_profile
 from tilewise.dispatch.decision import Source
 from tilewise.dispatch.selector import Selector
+from tilewise.errors import TilewiseError
+from tilewise.kernels.arch import Arch
 from tilewise.kernels.paged_mqa_logits.spec import HEADS, Shape, candidates
 from tilewise.models.bundle import Bundle
+from tilewise.models.fit import examples, rank_regressor
+from tilewise.models.measurements import measurements
 from tilewise.models.registry import current
 
 OP = "paged_mqa_logits"
@@ -80,7 +87,29 @@ def measure(arch: str, bundle_dir: str | None = None) -> dict[str, Any]:
         folder = Path(bundle_dir) if bundle_dir else current(OP, selector.arch.name)
         result["load_ms"] = statistics.median(_load_ms(folder) for _ in range(21))
         result["bundle_bytes"] = sum(path.stat().st_size for path in folder.iterdir())
+        configs = candidates(SHAPE, selector.arch)
+        bundle = selector.bundle
+        rows = bundle.features(SHAPE, configs)
+        result["rank_us"] = per_call_us(lambda: bundle.rank.predict(rows), calls=100)
+        theirs = _scikit_learn_us(rows, selector.arch)
+        if theirs is not None:
+            result["scikit_learn_us"] = theirs
     return result
+
+
+def _scikit_learn_us(rows: Any, arch: Arch) -> float | None:
+    try:
+        from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
+
+        columns: Any = load_profile(OP, arch.name).columns
+        regressor, looked_at = rank_regressor(
+            examples(measurements(columns, op=OP, arch=arch.name), arch), slice(None), 0
+        )
+    except (ImportError, TilewiseError):
+        return None
+    own = rows[:, looked_at]
+    with threadpool_limits(limits=1):
+        return per_call_us(lambda: regressor.predict(own), calls=10, repeats=21)
 
 
 def _cold_us(selector: Selector, shapes: list[Shape]) -> tuple[list[float], set[Source]]:
