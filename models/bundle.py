@@ -52,7 +52,7 @@ FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 MAX_FILE_BYTES = 256 << 20
 MOST_MASKED = 256  # configs whose masks are worked out in one go
-MAX_STRUCTURE_BYTES = 32 << 20  # of the masks that are kept for lists of configs: some 700 lists of the shipped model
+MOST_STRUCTURES = 128  # lists of configs whose masks are kept: 5 MB of the shipped model's usual ones, 79 MB at most
 MOST_US = 1e12  # stands for a predicted time that is no number
 # What reading damaged or hostile data can raise: all of it means that this is no bundle.
 _MALFORMED = (
@@ -155,7 +155,7 @@ class Bundle:
         of_shape, of_structure, of_launch = self.masks.parts
         known = self._structures.get(own)
         if known is None:
-            if sum(masks.nbytes for masks in list(self._structures.values())) > MAX_STRUCTURE_BYTES:
+            if len(self._structures) >= MOST_STRUCTURES:
                 self._structures.clear()
             known = self._structures[own] = of_structure.conjunction(rows)
         return self.masks.sums([of_launch.conjunction(rows), known, of_shape.conjunction(rows[:1])])

@@ -78,7 +78,7 @@ def structure_at(shape: Shape, configs: Sequence[Config], arch: Arch) -> Structu
 def features_of(shape: Shape, configs: Sequence[Config], arch: Arch, own: Structure | None = None) -> Floats:
     """[len(configs), len(FEATURES)] of one launch shape; `own` is their `structure_at`, where it is at hand."""
     numbers = shape_columns(shape)
-    own = own or structure_at(shape, configs, arch)
+    own = structure_at(shape, configs, arch) if own is None else own
     rows = np.empty((len(FEATURES), len(configs))).T
     rows[:, : len(SHAPE_FEATURES)] = shape_features(numbers, arch)
     rows[:, len(SHAPE_FEATURES) : -len(LAUNCH_FEATURES)] = own.features

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 MASKS: dict[int, tuple[Any, int, int]] = {16: (np.uint16, 0x09AF, 12), 32: (np.uint32, 0x077CB531, 27)}
 MAX_MASK_BYTES = 64 << 20
 MERGED_ROWS = 512  # features with few thresholds share a table of at most this many rows
-MAX_TREES = 8192
+MAX_TREES = 2048  # more are walked, so that masks of some rows stay small
 MASKED_ROWS = 32  # looked at together: few enough to stay in the cache
 
 Table: TypeAlias = tuple[list[int], list[npt.NDArray[np.float64]], npt.NDArray[Any]]
