@@ -22,6 +22,7 @@ from tilewise.dispatch import selector as selecting
 from tilewise.dispatch.selector import Selector
 from tilewise.errors import InvalidProfileError, SelectionMissError, UnsupportedError
 from tilewise.kernels.paged_mqa_logits.spec import Shape, default_config
+from tilewise.models import bundle
 
 KNOWN = Shape(16, 6, 32, 128, 64, 32768)
 BEYOND = Shape(4096, 6, 32, 128, 64, 4096)
@@ -225,9 +226,11 @@ def test_a_file_that_is_none_is_refused_with_its_line(tmp_path: Path, text: str,
 
 
 def test_memory_does_not_grow_with_the_shapes_asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At a hundredth of the limits that bound all that grows; benchmarks/selection_memory.py has the real ones."""
-    for module, name in ((selecting, "MEMO_LIMIT"), (selecting, "CONTEXT_MEMO_LIMIT"), (live, "SEEN_LIMIT")):
-        monkeypatch.setattr(module, name, 200)
+    """At a fraction of the limits that bound all that grows; benchmarks/selection_memory.py has the real ones."""
+    for name in ("MEMO_LIMIT", "OBJECT_MEMO_LIMIT", "CONTEXT_MEMO_LIMIT"):
+        monkeypatch.setattr(selecting, name, 200)
+    monkeypatch.setattr(live, "SEEN_LIMIT", 200)
+    monkeypatch.setattr(bundle, "MOST_STRUCTURES", 8)
     chooser = Selector("h200", bundle_dir=folder)
 
     def ask(first: int, last: int) -> int:
