@@ -237,6 +237,7 @@ def test_memory_does_not_grow_with_the_shapes_asked_for(folder: Path, monkeypatc
         for at in range(first, last):
             chooser.select(Shape(1 + at % 60, 1 + at % 2, 32, max_context_len=2048 + at))
             chooser.select(batch_size=1 + at % 60, next_n=1 + at % 2, heads=32, max_context_len=2048 + at)
+            chooser.select(Shape(1 + at % 60, 1 + at % 2, 32, max_context_len=2048), context=1 + at)
         gc.collect()
         return tracemalloc.get_traced_memory()[0]
 
