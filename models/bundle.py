@@ -326,6 +326,11 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raise InvalidBundleError(f"feature spec must be {feature_spec_hash()}, got {spec!r}: train again")
     if manifest.get("digest") != _digest(manifest):
         raise InvalidBundleError("manifest was altered: its digest does not fit its contents")
+    if b"\\u" in data:  # an escape may stand for half a character, which no log or answer could repeat
+        try:
+            json.dumps(manifest, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise InvalidBundleError("manifest has text that is not Unicode") from error
     return manifest
 
 

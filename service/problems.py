@@ -177,16 +177,19 @@ class StrictRoute(APIRoute):
 
 
 class StrictRequest(Request):
-    """A request that refuses, as bad JSON, names given twice, text that is not UTF-8 and endless nesting."""
+    """A request that refuses, as bad JSON, names given twice, text that UTF-8 cannot have and endless nesting."""
 
     async def json(self) -> Any:
         """The value of the body; json.JSONDecodeError where it has none."""
         body = await self.body()
         try:
-            return json.loads(body.decode(), object_pairs_hook=_unique, parse_int=_int)
+            value = json.loads(body.decode(), object_pairs_hook=_unique, parse_int=_int)
+            if b"\\u" in body:  # an escape may stand for half a character, which no answer could repeat
+                json.dumps(value, ensure_ascii=False).encode()
+            return value
         except json.JSONDecodeError:
             raise
-        except UnicodeDecodeError as error:
+        except (UnicodeDecodeError, UnicodeEncodeError) as error:
             raise json.JSONDecodeError("Not UTF-8", "", error.start) from error
         except RecursionError as error:
             raise json.JSONDecodeError("Nested too deeply", "", 0) from error

@@ -146,6 +146,8 @@ def test_a_folder_that_is_not_there_or_a_file_is_refused(tmp_path: Path) -> None
         ("regime", {"groups": [{}], "transfers": {}}, "malformed"),
         ("arch_facts", {"name": "h200"}, "malformed"),
         ("exact", {"words": []}, "malformed"),
+        ("metrics", {"source": "\ud800"}, "not Unicode"),
+        ("metrics", {"\udfff": "x"}, "not Unicode"),
     ],
 )
 def test_a_field_of_another_form_is_refused_even_with_a_fitting_digest(

@@ -35,6 +35,7 @@ OP, ARCH = synthetic.OP, "h100"
 SHAPE = {"batch_size": 16, "next_n": 6, "heads": 32, "max_context_len": 32768}
 ROWS = synthetic.synthetic_rows(synthetic.SHAPES[:4], arch=ARCH)[:20]
 BYTES = {"Content-Type": "application/octet-stream"}
+JSON = {"Content-Type": "application/json"}
 
 
 class Service:
@@ -277,6 +278,21 @@ def test_live_shapes_are_counted(service: Service) -> None:
         check_problem(
             service.ask("POST", "/v1/shapes", json={"shapes": [{**SHAPE, **change}]}), 422, f"shapes.0.{field}"
         )
+
+
+@pytest.mark.parametrize(
+    "body", [r'{"\ud800": 1}', r'{"shapes": [{"\udfffx": 1}]}', r'["\ud800"]', r'{"arch": "\ud83d"}']
+)
+def test_text_that_no_answer_could_repeat_is_bad_json_on_every_route(service: Service, body: str) -> None:
+    paths = service.app.openapi()["paths"]
+    kinds = {path: of["post"].get("requestBody", {}).get("content", {}) for path, of in paths.items() if "post" in of}
+    routes = [path for path, kind in kinds.items() if "$ref" in kind.get("application/json", {}).get("schema", {})]
+    assert {"/v1/select", "/v1/shapes", "/v1/compare", "/v1/jobs"} <= set(routes)
+    for path in routes:
+        answer = service.ask("POST", path, content=body, headers=JSON)
+        assert "UTF-8" in check_problem(answer, 422, "body")["detail"]
+    # A whole character may be written so.
+    check_problem(service.ask("POST", "/v1/shapes", content=r'{"\ud83d\ude00": 1}', headers=JSON), 422, "\U0001f600")
 
 
 def test_what_an_engine_writes_can_be_sent_as_it_is(service: Service) -> None:
