@@ -2,8 +2,9 @@
 
     python scripts/run_tests.py [PYTEST ARGUMENT...]
 
-Triton decides when it is imported whether kernels are compiled or interpreted, so one process cannot do both. The last
-line sums the two up.
+Triton decides when it is imported whether kernels are compiled or interpreted, so one process cannot do both. Each is
+dealt to as many workers as there are processors, whole files to each; `-n 0` is for one process, as a debugger needs.
+The last line sums the two up.
 """
 
 from __future__ import annotations
@@ -20,13 +21,20 @@ ROOT = Path(__file__).resolve().parent.parent
 # hide other packages of these names.
 PYTEST = "import sys; sys.path.remove(''); import pytest; sys.exit(pytest.main())"
 NO_TESTS = 5  # pytest's exit code when nothing was selected
+MOST_WORKERS = 8  # each may hold a gigabyte
 SUITES = {"not interpret": {}, "interpret": {"TRITON_INTERPRET": "1"}}
+
+
+def workers() -> list[str]:
+    """Arguments that deal test files to one worker for each processor that this process may use."""
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return ["-n", str(min(processors, MOST_WORKERS)), "--dist", "loadfile"] if processors > 1 else []
 
 
 def run_suite(marker: str, variables: dict[str, str], arguments: list[str], report: Path) -> tuple[int, dict[str, int]]:
     """One pytest process: its exit code, and how many tests passed, failed and were skipped."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | variables
-    command = [sys.executable, "-c", PYTEST, "-m", marker, f"--junitxml={report}", *arguments]
+    command = [sys.executable, "-c", PYTEST, "-m", marker, f"--junitxml={report}", *workers(), *arguments]
     print(f"\n{''.join(f'{name}={value} ' for name, value in variables.items())}pytest -m '{marker}'", flush=True)
     code = subprocess.call(command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL)
     counts = {"passed": 0, "failed": 0, "skipped": 0}
