@@ -1,6 +1,7 @@
 """How many timings the model needs, chosen by `tilewise suggest` or drawn at random: a replay of measured launches.
 
-    python benchmarks/learning_curve.py [--arch h200] [--repeats 24] [--out benchmarks/results/learning_curve_h200.json]
+    python benchmarks/learning_curve.py [--arch h200] [--repeats 24] [--keep FOLDER]
+        [--out benchmarks/results/learning_curve_h200.json]
 
 The pool is the first pass of the profile less a held-out half of the judging shapes; timing a launch means looking it
 up. Both ways are refitted after each batch, as the shipped model is, and judged on the held-out shapes by the second
@@ -8,6 +9,9 @@ pass. Regret is the geometric mean of the pick's time over the best's; no guard,
 repeat holds out another half. The final regret is that of all timings of the pool; it is reached by the first batch
 from which the mean over the repeats is not above it. How sure that is, the difference within each repeat says: its
 mean over the repeats and the standard error of that.
+
+A repeat takes a quarter of an hour of one processor. With --keep each curve that is done is written to a folder, and
+taken from there the next time; the folder is of one profile and one state of the code.
 """
 
 from __future__ import annotations
@@ -102,7 +106,7 @@ def drawn(pool: Measurements, seed: int) -> Callable[[np.ndarray, int], np.ndarr
 
 
 def repeat(
-    measured: Measurements, first: Measurements, judged: Sequence[Judged], arch: Arch, seed: int
+    measured: Measurements, first: Measurements, judged: Sequence[Judged], arch: Arch, seed: int, keep: Path | None
 ) -> dict[str, Curve]:
     """The curves of both ways with one half of the judging shapes held out; `first` has the first pass alone."""
     order = np.random.default_rng(seed).permutation(len(judged))
@@ -111,8 +115,15 @@ def repeat(
     pool = with_cells(first, known)
     curves = {}
     for name, choose in (("active", active(pool, arch, seed)), ("random", drawn(pool, seed))):
+        kept = keep / f"{name}_{seed}_{len(pool.shape_id)}.json" if keep else None
+        if kept and kept.exists():
+            curves[name] = [(timings, regret) for timings, regret in json.loads(kept.read_text())]
+            continue
         print(f"seed {seed}, {name}, pool of {len(pool.shape_id)} timings", flush=True)
         curves[name] = replay(pool, arch, held, seed, choose, f"seed {seed}, {name}")
+        if kept:
+            kept.with_suffix(".part").write_text(json.dumps(curves[name]))
+            kept.with_suffix(".part").replace(kept)
     return curves
 
 
@@ -170,6 +181,7 @@ def main() -> None:
     parser.add_argument("--arch", default="h200")
     parser.add_argument("--repeats", type=int, default=24)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--keep", type=Path, help="folder for finished curves; a run that was ended goes on from them")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one a core)")
     args = parser.parse_args()
     if args.repeats < 2:
@@ -180,7 +192,9 @@ def main() -> None:
     first = dataclasses.replace(measured, latency_us=measured.first_us)
     judged = judging_set(measured, arch)
     started = time.time()
-    tasks = (joblib.delayed(repeat)(measured, first, judged, arch, seed) for seed in range(args.repeats))
+    if args.keep:
+        args.keep.mkdir(parents=True, exist_ok=True)
+    tasks = (joblib.delayed(repeat)(measured, first, judged, arch, seed, args.keep) for seed in range(args.repeats))
     found = joblib.Parallel(n_jobs=args.jobs)(tasks)
     curves = {name: [one[name] for one in found] for name in found[0]}
     result = {
