@@ -8,7 +8,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import re
+import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -459,17 +462,14 @@ def test_every_kernel_has_all_its_parts() -> None:
         assert {"kernel", "fuse_n", "tile_kv"} <= space(kernel).READS
 
 
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")  # Triton 3.9, of its next default
-@pytest.mark.parametrize("arch", [ARCHS["h200"], ARCHS["mi355x"]], ids=lambda arch: arch.name)
-def test_the_portable_kernel_compiles_with_the_installed_triton(arch: Arch) -> None:
-    """K33: what the launcher hands over is what the kernel takes, for real targets, on a machine without a GPU."""
+def compiled_portable(shape: Shape, arch: Arch) -> Any:
+    """The portable kernel with its default config for a real GPU; needs none."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     from tilewise.kernels.paged_mqa_logits import portable_launch
 
-    shape = Shape(4, 2, 16, 64, 64, 4096)
     config = space("portable").default_config(shape, arch)
     assert config is not None
     kernel = portable_launch._paged_mqa_logits_kernel
@@ -480,11 +480,29 @@ def test_the_portable_kernel_compiles_with_the_installed_triton(arch: Arch) -> N
     signature = {name: pointers.get(name, "constexpr" if name in constants else "i32") for name in kernel.arg_names}
     aligned = {(at,): [["tt.divisibility", 16]] for at in (0, 1, 2, 5)}
     target = GPUTarget("cuda", 90, 32) if arch.vendor == "nvidia" else GPUTarget("hip", arch.isa, 64)
-    compiled = triton.compile(
-        ASTSource(kernel, signature, constants, aligned), target=target, options={"num_warps": config.num_warps}
-    )
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    return triton.compile(ASTSource(kernel, signature, constants, aligned), target=target, options=options)
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")  # Triton 3.9, of its next default
+@pytest.mark.parametrize("arch", [ARCHS["h200"], ARCHS["mi355x"]], ids=lambda arch: arch.name)
+def test_the_portable_kernel_compiles_with_the_installed_triton(arch: Arch) -> None:
+    """K33: what the launcher hands over is what the kernel takes, for real targets, on a machine without a GPU."""
+    compiled = compiled_portable(Shape(4, 2, 16, 64, 64, 4096), arch)
     assert compiled.asm["cubin" if arch.vendor == "nvidia" else "hsaco"]
     assert compiled.metadata.shared <= arch.shared_memory_bytes
+
+
+@pytest.mark.parametrize(("heads", "next_n"), [(16, 8), (32, 8), (64, 2), (128, 1)])  # those that need most registers
+def test_the_portable_default_does_not_spill_on_hopper(heads: int, next_n: int) -> None:
+    import triton
+
+    compiled = compiled_portable(Shape(16, next_n, heads, 128, 64, 32768), ARCHS["h200"])
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    file = Path(compiled.metadata_group[f"{compiled.name}.cubin"])
+    code = subprocess.run([tool, "-sass", file], capture_output=True, text=True, check=True).stdout
+    assert "QGMMA" in code
+    assert not re.findall(r"\b(?:LDL|STL)\b", code), "registers were spilled"
 
 
 # -- measuring
