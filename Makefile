@@ -8,7 +8,7 @@ TEST_PYTHON = .venv-test/bin/python
 .PHONY: help run test check format gpu-test soak load env test-env clean
 
 help:
-	@echo 'make run       train on the shipped profile, print a decision, start the service (Ctrl-C ends it; RUN_ONCE=1 ends by itself)'
+	@echo 'make run       train on the shipped profile, print two decisions, start the service (Ctrl-C ends it; RUN_ONCE=1 ends by itself)'
 	@echo '               on port 8000, or another where that is taken; PORT=8123 for that one and no other'
 	@echo 'make test      all tests, with $(TORCH) and $(TRITON)'
 	@echo '               others:  make test TRITON="triton==3.6.0 numpy<2.4"'

@@ -206,6 +206,9 @@ def _by_shape(judged: Sequence[Judged], picks: Mapping[int, Pick]) -> list[dict[
                 "measured_us": time,
                 "best_us": one.reference_us,
                 "default_us": None if np.isnan(default) else float(default),
+                # As the figures have them: by duels where there are some, which times of the second pass are not.
+                "regret": None if time is None else max(1.0, one.ratio(at, one.best)[0]),
+                "against_default": None if time is None or np.isnan(default) else one.ratio(at, one.default)[0],
                 "abstained": pick_.abstained,
             }
         )

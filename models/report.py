@@ -42,12 +42,13 @@ def report(bundle: Bundle, evaluation: Mapping[str, Any], curve: Mapping[str, An
     parts = [
         f"<h1>{_text(bundle.op)} on {_text(bundle.arch.name)}</h1>",
         _facts(bundle, evaluation),
-        "<h2>Loss of the picks on shapes that the model has not seen</h2>",
+        "<h2>Regret of the picks on shapes that the model has not seen</h2>",
         _figures_table(evaluation),
         plots.regret(by_shape),
         _note(
-            "Loss is time over that of the best config, less 1; the best one is named by a first pass, and all times "
-            "are of a second. The exact rung is off."
+            "Regret is the time of a pick over that of the best config; loss, in the plot, is regret less 1. The best "
+            "config is named by a first pass over all candidates; the ratio is that of a duel, in which pick and best "
+            "were replayed in turn, where there is one, and else of a second pass. The exact rung is off."
         ),
         "<h2>By region</h2>",
         _regions(by_shape),
@@ -55,8 +56,8 @@ def report(bundle: Bundle, evaluation: Mapping[str, Any], curve: Mapping[str, An
         _left_out(evaluation),
         "<h2>What is picked</h2>",
         *(_winner_map(bundle, heads) for heads in _head_counts(bundle)),
-        _note("Uniform contexts, pages of 64 tokens. The model's picks with the gain that is asked for; measured "
-              "shapes are answered from the table instead, when serving."),
+        _note("Of the two head counts with most measured shapes; uniform contexts, pages of 64 tokens. The model's picks "
+              "with the gain that is asked for; measured shapes are answered from the table instead, when serving."),
         "<h2>M-efficiency</h2>",
         plots.m_efficiency(m_points(bundle)),
         _note(f"The best measured config of each launch of at least {ENOUGH_TOKENS} context tokens."),
@@ -64,6 +65,10 @@ def report(bundle: Bundle, evaluation: Mapping[str, Any], curve: Mapping[str, An
         plots.predicted(by_shape),
         "<h2>Calibration</h2>",
         plots.calibration(evaluation["trials"], bundle.noise_margin, None if asked is None else asked.gain),
+        _note("Each point is a shape that was held out: the gain over the default that the model promised for its best "
+              "config, and the one measured. The dashed line is the gain that is asked for before the default is "
+              "replaced. On the right, what asking for more or less would do: how many shapes would get a pick that is "
+              "slower than the default, and how many would keep the default although a gain above noise was promised."),
         _guard_table(bundle),
         "<h2>Learning curve</h2>",
         plots.learning_curve(curve)
@@ -136,7 +141,7 @@ def _figures_table(evaluation: Mapping[str, Any]) -> str:
     columns = {"tilewise": evaluation, **evaluation["baselines"]}
     rows = [[name, *(f"{one[name]:.4g}" for one in columns.values())] for name in FIGURES]
     rows += [[name, f"{evaluation[name]:.4g}", *[""] * len(evaluation["baselines"])] for name in MORE]
-    count = f"{evaluation['judged_shapes']} judged shapes, {evaluation['seeds']} seeds"
+    count = f"{evaluation['judged_shapes']} judged shapes, {evaluation['seeds']} seed{'s' * (evaluation['seeds'] > 1)}"
     return _table([count, *columns], rows)
 
 
@@ -162,11 +167,11 @@ def _regions(by_shape: Sequence[Mapping[str, Any]]) -> str:
     for name, of in groups.items():
         labels = sorted({of(one["shape"]) for one in by_shape}, key=order)
         for label in labels:
-            own = [one for one in by_shape if of(one["shape"]) == label and one["measured_us"] and one["default_us"]]
+            own = [one for one in by_shape if of(one["shape"]) == label and one["regret"] and one["against_default"]]
             if not own:
                 continue
-            loss = np.array([max(1.0, one["measured_us"] / one["best_us"]) for one in own])
-            against = np.array([one["measured_us"] / one["default_us"] for one in own])
+            loss = np.array([one["regret"] for one in own])
+            against = np.array([one["against_default"] for one in own])
             kept = np.mean([one["abstained"] for one in own])
             shown = label.removeprefix("2, ")
             rows.append(
@@ -174,7 +179,7 @@ def _regions(by_shape: Sequence[Mapping[str, Any]]) -> str:
                  f"{geomean(against):.3f}",
                  f"{against.max():.3f}", f"{100 * kept:.0f} %"]
             )  # fmt: skip
-    head = ["region", "shapes", "geomean", "worst", "against default", "worst against it", "abstained"]
+    head = ["region", "shapes", "geomean regret", "worst", "against default", "worst against it", "abstained"]
     return _table(head, rows)
 
 

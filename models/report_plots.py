@@ -53,8 +53,12 @@ def regret(by_shape: Sequence[Mapping[str, Any]]) -> str:
     """How many of the judged shapes lose no more than so much, for the picks and for the default."""
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(7, 3))
-    for name, key, colour in (("default", "default_us", GREY), ("tilewise", "measured_us", COLOURS[0])):
-        loss = sorted(100 * max(0.0, one[key] / one["best_us"] - 1.0) for one in by_shape if one[key])
+    found = {
+        "default": [one["default_us"] / one["best_us"] for one in by_shape if one["default_us"]],
+        "tilewise": [one["regret"] for one in by_shape if one["regret"]],
+    }
+    for (name, ratios), colour in zip(found.items(), (GREY, COLOURS[0]), strict=True):
+        loss = sorted(100 * max(0.0, ratio - 1.0) for ratio in ratios)
         axes.step(loss, np.arange(1, len(loss) + 1) / len(by_shape), where="post", color=colour, label=name)
     axes.axvline(2, color=GREY, linewidth=0.6, linestyle=":")
     axes.axvline(5, color=GREY, linewidth=0.6, linestyle=":")

@@ -51,7 +51,7 @@ def tables() -> dict[str, Callable[[], str]]:
         ]
         for name, found in [("**tilewise**", metrics), *metrics["baselines"].items()]:
             regrets = " | ".join(f"{found[f'{key}_regret']:.3f}" for key in ("geomean", "p90", "worst"))
-            lines.append(f"| {name} | {regrets} | {found['within_2pct']:.0%} | {found['within_5pct']:.0%} |")
+            lines.append(f"| {name} | {regrets} | {found['within_2pct']:.1%} | {found['within_5pct']:.1%} |")
         return "\n".join(lines)
 
     return {

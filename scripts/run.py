@@ -1,4 +1,4 @@
-"""What `make run` shows: train on the shipped profile, print a decision, start the service and ask it the same.
+"""What `make run` shows: train on the shipped profile, print two decisions, start the service and ask it the same.
 
     make run                     serves on port 8000, or where that is taken on another free one
     make run PORT=8123           serves there, or says that it cannot; 0 is any free port
@@ -25,9 +25,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TILEWISE = Path(sys.executable).with_name("tilewise")
-ARCH = "sm90"
+ARCH = "h200"
 # Decode of DeepSeek-V4.1-Flash: 5 draft tokens and the next one, at a context of 128 Ki tokens.
 SHAPE = {"batch_size": 16, "next_n": 6, "heads": 32, "head_dim": 128, "block_kv": 64, "max_context_len": 131072}
+UNMEASURED = {"batch_size": 20, "next_n": 5, "heads": 64, "max_context_len": 40000}  # what the model itself answers
 START_TIMEOUT_S = 60
 
 
@@ -40,9 +41,10 @@ def main() -> int:
     listener = open_port(os.environ.get("PORT", ""))
     port = listener.getsockname()[1]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the service is stopped too
-    flags = [word for name, value in SHAPE.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     show("train", "--arch", ARCH)
-    show("select", *flags, "--arch", ARCH)
+    for shape in (UNMEASURED, SHAPE):
+        flags = [word for name, value in shape.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+        show("select", *flags, "--arch", ARCH)
     print(f"\n$ tilewise serve --host 127.0.0.1 --port {port} &", flush=True)
     number = listener.fileno()
     command = [str(TILEWISE), "serve", "--fd", str(number)]  # that port, already held
