@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -35,10 +36,12 @@ def read_rows(path: Path, defaults: Mapping[str, Any] | None = None) -> Iterator
     """Every row of a profile file with its number: of the line in JSON lines, else of the record after the header.
 
     Kernel Tuner's T4 results and aiter's tuned tables are read, too (exchange.py); `defaults` are columns that such a
-    file lacks. Raises InvalidProfileError where the file as a whole cannot be read: not one of the formats, damaged, or
-    with other columns than the schema's.
+    file lacks. Raises InvalidProfileError where the file as a whole cannot be read: not one of the formats, damaged,
+    with other columns than the schema's, or a pipe, which cannot be read from its start twice.
     """
     try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise InvalidProfileError(f"{path} must be a regular file, got a pipe, a folder or a device")
         with path.open("rb") as file:
             head = file.read(4096)
     except OSError as error:

@@ -313,6 +313,7 @@ def with_another_column(path: Path) -> None:
 BAD_FILES = {
     "missing": lambda path: None,
     "folder": lambda path: path.mkdir(),
+    "named pipe": lambda path: os.mkfifo(path),
     "empty": lambda path: path.write_bytes(b""),
     "blank": lambda path: path.write_bytes(b" \n\n"),
     "null": lambda path: path.write_bytes(b"null"),
@@ -337,6 +338,14 @@ def test_a_file_that_cannot_be_read_is_refused_whole(kind: str, tmp_path: Path) 
     BAD_FILES[kind](tmp_path / "bad")
     with pytest.raises(InvalidProfileError, match="bad"):
         store.import_file(tmp_path / "bad", tmp_path / "home")
+    assert stored(tmp_path / "home") == []
+
+
+def test_a_pipe_is_refused_and_not_read_without_its_beginning(tmp_path: Path) -> None:
+    rows = write_json_lines(tmp_path / "rows", ROWS[:20]).read_bytes()
+    command = [sys.executable, "-c", KILLED, "/dev/stdin", str(tmp_path / "home")]
+    run = subprocess.run(command, input=rows, capture_output=True, check=False)
+    assert "/dev/stdin must be a regular file" in run.stderr.decode()
     assert stored(tmp_path / "home") == []
 
 
