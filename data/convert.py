@@ -58,7 +58,7 @@ def read_rows(path: Path, defaults: Mapping[str, Any] | None = None) -> Iterator
     if start.startswith(b"{"):
         return exchange.read_t4(path, defaults or {}) if exchange.is_t4(head) else _json_lines(path)
     header = start.split(b"\n", 1)[0].decode("utf-8", "replace").strip().split(",")
-    return exchange.read_aiter(path, defaults or {}) if exchange.is_aiter(header) else _csv(path)
+    return exchange.read_aiter(_records(path), defaults or {}) if exchange.is_aiter(header) else _csv(path)
 
 
 def require_pyarrow() -> tuple[Any, Any]:
@@ -180,21 +180,25 @@ class _Lines:
             yield line
 
 
-def _csv(path: Path) -> Iterator[Item]:
+def _records(path: Path) -> Iterator[list[str]]:
+    """The fields of each record of a CSV file, the header first; InvalidProfileError where it is none."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             lines = _Lines(file, path)
-            reader = csv.reader(lines, strict=True)
-            header = next(reader, [])
-            _check_header(header, path)
-            number = 0
-            for fields in reader:
+            for fields in csv.reader(lines, strict=True):
                 lines.used = 0
                 if fields:
-                    number += 1
-                    yield number, _csv_row(header, fields)
+                    yield fields
     except (csv.Error, UnicodeDecodeError) as error:
         raise InvalidProfileError(f"{path} is not CSV that can be read: {shorten(str(error))}") from error
+
+
+def _csv(path: Path) -> Iterator[Item]:
+    records = _records(path)
+    header = next(records, [])
+    _check_header(header, path)
+    for number, fields in enumerate(records, start=1):
+        yield number, _csv_row(header, fields)
 
 
 def _csv_row(header: list[str], fields: list[str]) -> dict[str, Any] | str:

@@ -6,7 +6,6 @@ counts as eager and warm, which training leaves out. `records.check_row` judges 
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 import statistics
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tilewise.data.records import COLUMNS, SCHEMA_VERSION, STATUSES, shorten
-from tilewise.errors import InvalidConfigError, InvalidProfileError, UnsupportedError
+from tilewise.errors import InvalidProfileError, UnsupportedError
 from tilewise.kernels.arch import ARCHS, get_arch
 from tilewise.kernels.paged_mqa_logits.spec import CONFIG_FIELDS, SHAPE_FIELDS, Config, Shape, bytes_moved, flops
 
@@ -35,6 +34,9 @@ _CONSERVATIVE: dict[str, Any] = {
     "kernel_hash": "unknown", "device_name": "unknown", "measured_at": "1970-01-01T00:00:00Z", "run_id": "imported",
     "torch_version": "unknown", "triton_version": "unknown",
 }  # fmt: skip
+
+# What a row of another form can raise; ValueError is also a config or a shape that is none.
+_FAULTS = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, UnsupportedError)
 
 Item = tuple[int, "dict[str, Any] | str"]
 Defaults = Mapping[str, Any]
@@ -83,7 +85,7 @@ def read_t4(path: Path, defaults: Defaults) -> Iterator[Item]:
     for number, result in enumerate(results, start=1):
         try:
             yield number, _of_t4(result, defaults, shared)
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError, InvalidProfileError) as error:
+        except _FAULTS as error:
             yield number, f"not a T4 result of this op: {shorten(str(error))}"
 
 
@@ -112,14 +114,17 @@ def _of_t4(result: Mapping[str, Any], defaults: Defaults, shared: Mapping[str, A
     return _complete(row)
 
 
-def read_aiter(path: Path, defaults: Defaults) -> Iterator[Item]:
-    """The rows of a tuned table of this op, numbered from 1; `kernelName` holds the config as `Config` prints it."""
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        for number, fields in enumerate(csv.DictReader(file), start=1):
-            try:
-                yield number, _of_aiter(fields, defaults)
-            except (KeyError, TypeError, ValueError, AttributeError, InvalidConfigError, UnsupportedError) as error:
-                yield number, f"not a tuned row of this op: {shorten(str(error))}"
+def read_aiter(records: Iterator[list[str]], defaults: Defaults) -> Iterator[Item]:
+    """The rows of a tuned table of this op, numbered from 1, out of its header and what follows.
+
+    `kernelName` holds the config as `Config` prints it.
+    """
+    header = next(records, [])
+    for number, fields in enumerate(records, start=1):
+        try:
+            yield number, _of_aiter(dict(zip(header, fields, strict=False)), defaults)
+        except _FAULTS as error:
+            yield number, f"not a tuned row of this op: {shorten(str(error))}"
 
 
 def _of_aiter(fields: Mapping[str, str], defaults: Defaults) -> dict[str, Any]:

@@ -102,6 +102,27 @@ def test_aiters_form_has_the_best_config_of_each_shape_and_comes_back(
         )
 
 
+def test_a_t4_result_that_is_none_costs_no_other(tmp_path: Path) -> None:
+    result = {"configuration": {**SHAPE.to_dict(), "arch": "h100"}, "times": {"runtimes": [0.031]}}
+    unknown = {**result, "configuration": {**SHAPE.to_dict(), "arch": "h900"}}
+    too_long = {**result, "times": {"runtimes": [10**400]}}
+    path = write(tmp_path / "t4.json", {"schema_version": "1.0.0", "results": [result, unknown, too_long, result]})
+    rows = [row for _, row in read_rows(path)]
+    assert [isinstance(row, dict) and check_row(row) is None for row in rows] == [True, False, False, True]
+    assert "arch must be" in rows[1]
+    report = import_file(path, tmp_path / "home")
+    assert (report.accepted, report.duplicates, [number for number, _ in report.reasons]) == (1, 1, [2, 3])
+
+
+@pytest.mark.parametrize("name", [b"\xff", b"x" * 200_000, b'"a" b', b'"never closed', b'"' + b"x,\n" * (1 << 19)])
+def test_a_tuned_table_that_is_no_csv_is_refused(tmp_path: Path, name: bytes) -> None:
+    path = tmp_path / "tuned.csv"
+    row = f"sm90,132,{','.join(str(value) for value in SHAPE.to_dict().values())},portable,0,1,50,".encode()
+    path.write_bytes(",".join(exchange.AITER_COLUMNS).encode() + b"\n" + row + name + b",1,1,0\n")
+    with pytest.raises(InvalidProfileError, match=r"tuned\.csv"):
+        import_file(path, tmp_path / "home", defaults={"arch": "h100"})
+
+
 @pytest.mark.parametrize("word", ["arch", "nope=1", "rounds=many"])
 def test_a_default_that_is_none_is_refused(word: str) -> None:
     with pytest.raises(InvalidProfileError):
