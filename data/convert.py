@@ -87,8 +87,10 @@ def _parquet(path: Path) -> Iterator[Item]:
     try:
         with pq.ParquetFile(path) as file:
             _check_header(file.schema_arrow.names, path)
+            text = [field.name for field in file.schema_arrow if _is_text(pa, field.type)]
             for field in file.schema_arrow:
-                if field.type.num_fields:  # a list or struct: what it unpacks to, no row count bounds
+                # A list, a struct or bytes of a fixed size: what it unpacks to, no row count bounds.
+                if field.name not in text and not _is_number(pa, field.type):
                     raise InvalidProfileError(f"{path}: column {field.name} must hold plain values, got {field.type}")
             if file.metadata.num_rows > MAX_ROWS:
                 raise InvalidProfileError(f"{path} must have at most {MAX_ROWS} rows, got {file.metadata.num_rows}")
@@ -99,7 +101,6 @@ def _parquet(path: Path) -> Iterator[Item]:
                         f"{path}: a row group must unpack to at most {MAX_ROW_GROUP_BYTES} bytes, got {size}"
                     )
         # Text stays dictionary-encoded, so that one long string repeated a million times costs its length once.
-        text = [name for name, kind in _TYPES.items() if kind is str]
         number = 0
         with pq.ParquetFile(path, read_dictionary=text) as file:
             for batch in file.iter_batches(batch_size=BATCH_ROWS):
@@ -111,6 +112,17 @@ def _parquet(path: Path) -> Iterator[Item]:
         raise
     except damage as error:
         raise InvalidProfileError(f"{path} is not a Parquet file that can be read: {shorten(str(error))}") from error
+
+
+def _is_text(pa: Any, kind: Any) -> bool:
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return str(kind) in ("string", "large_string", "string_view")
+
+
+def _is_number(pa: Any, kind: Any) -> bool:
+    """Whether a column of this type holds numbers, true and false, or nothing but nulls."""
+    types = pa.types
+    return any(test(kind) for test in (types.is_integer, types.is_floating, types.is_boolean, types.is_null))
 
 
 def _check_text(pa: Any, batch: Any, path: Path) -> None:

@@ -510,12 +510,47 @@ def test_every_shipped_row_is_good(op: str, arch: str, tmp_path: Path) -> None:
             assert (row["op"], row["arch"]) == (op, arch)
 
 
-def test_a_column_of_lists_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
-    """Lists of zeros pack to nothing and unpack to gigabytes."""
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("batch_size", pa.array([[0] * 1000] * 2, pa.list_(pa.int8()))),
+        ("reason", pa.array([b"x" * (8 << 20)] * 2, pa.binary(8 << 20))),
+        ("reason", pa.array([b"x"] * 2)),
+        ("measured_at", pa.array([0, 0], pa.timestamp("s"))),
+        ("latency_us", pa.array([None, None], pa.decimal128(30, 3))),
+    ],
+    ids=lambda value: value if isinstance(value, str) else str(value.type),
+)
+def test_a_column_of_a_type_that_no_row_has_is_refused_before_it_is_unpacked(
+    name: str, values: Any, tmp_path: Path
+) -> None:
+    """Lists of zeros, or one long value repeated, pack to nothing and unpack to gigabytes."""
     table = pa.Table.from_pylist(ROWS[:2])
-    at = table.schema.get_field_index("batch_size")
-    table = table.set_column(at, "batch_size", pa.array([[0] * 1000] * len(table), pa.list_(pa.int8())))
-    path = tmp_path / "lists.parquet"
+    table = table.set_column(table.schema.get_field_index(name), name, values)
+    path = tmp_path / "packed.parquet"
     pq.write_table(table, path)
-    with pytest.raises(InvalidProfileError, match="batch_size must hold plain values"):
+    with pytest.raises(InvalidProfileError, match=f"{name} must hold plain values"):
         store.import_file(path, tmp_path / "home")
+    assert stored(tmp_path / "home") == []
+
+
+@pytest.mark.parametrize("kind", [pa.large_string(), pa.dictionary(pa.int32(), pa.string())], ids=str)
+def test_text_of_any_arrow_type_and_columns_of_nulls_are_taken(kind: Any, tmp_path: Path) -> None:
+    table = pa.Table.from_pylist(ROWS[:20])
+    text = [pa.field(f.name, kind) if pa.types.is_string(f.type) else f for f in table.schema]
+    table = table.cast(pa.schema(text)).drop_columns("driver").append_column("driver", pa.nulls(20))
+    pq.write_table(table, tmp_path / "rows")
+    assert store.import_file(tmp_path / "rows", tmp_path / "home").accepted == 20
+
+
+def test_long_text_in_a_column_of_numbers_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
+    table = pa.Table.from_pylist(ROWS[:20])
+    long = pa.array(["x" * (5 * records.MAX_TEXT)] * 20)
+    pq.write_table(table.set_column(table.schema.get_field_index("rounds"), "rounds", long), tmp_path / "text")
+    read = pq.ParquetFile.iter_batches
+    with pytest.MonkeyPatch.context() as patched:
+        seen: list[Any] = []
+        patched.setattr(pq.ParquetFile, "iter_batches", lambda *a, **k: (seen.append(b) or b for b in read(*a, **k)))
+        with pytest.raises(InvalidProfileError, match="rounds must be at most"):
+            store.import_file(tmp_path / "text", tmp_path / "home")
+    assert seen[0].nbytes < 2 * 5 * records.MAX_TEXT  # the text once, and not in every row
