@@ -1,9 +1,10 @@
 """Traffic: which shapes a deployment asks for, and how often. Written by `tilewise.write_shapes`, read here.
 
 A file is JSON lines or CSV, one shape a line: the fields of a Shape, those with a default left out or not, and `count`,
-the number of launches (1 where left out; any number above 0). A line of JSON may have `context`, an object of `lengths`
-and `weights`, where one launch serves several contexts: it stands for the shape at each length, with its share of the
-count. A line with `overflow` counts shapes that were not told apart, and is passed over. Other fields are not read.
+the number of launches (1 where left out; any number above 0, at most MAX_LAUNCHES). A line of JSON may have `context`,
+an object of `lengths` and `weights`, where one launch serves several contexts: it stands for the shape at each length,
+with its share of the count. A line with `overflow` counts shapes that were not told apart, and is passed over. Other
+fields are not read.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from tilewise.errors import InvalidProfileError, InvalidShapeError
 from tilewise.kernels.paged_mqa_logits.spec import SHAPE_FIELDS, Shape, at_context_len
 
 MAX_FILE_BYTES = 256 << 20
+MAX_LAUNCHES = float(1 << 63)  # of one line; times and sums of as many lines as a file can have stay finite
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,18 +98,27 @@ def row_shapes(row: Mapping[str, Any]) -> Iterator[tuple[Shape, float]]:
     if row.get("overflow"):
         return
     count = row.get("count", 1)
-    if isinstance(count, bool) or not isinstance(count, int | float) or not 0 < count < math.inf:
-        raise ValueError(f"count must be a number above 0, got {count!r:.80}")
+    if not _is_amount(count) or not count:
+        raise ValueError(f"count must be a number above 0, at most {MAX_LAUNCHES:.0f}, got {count!r:.80}")
     shape = Shape(**{name: row[name] for name in SHAPE_FIELDS if row.get(name) is not None})
     context = row.get("context")
     if context is None:
         yield shape, float(count)
         return
-    for length, weight in zip(context["lengths"], context["weights"], strict=True):
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
-            raise ValueError(f"context weights must be numbers of at least 0, got {weight!r:.80}")
-        if weight:
-            yield at_context_len(shape, length), count * weight / math.fsum(context["weights"])
+    lengths, weights = context["lengths"], context["weights"]
+    for weight in weights:
+        if not _is_amount(weight):
+            raise ValueError(f"context weights must be numbers of 0 to {MAX_LAUNCHES:.0f}, got {weight!r:.80}")
+    total = math.fsum(weights)
+    if not total:
+        raise ValueError("context weights must not all be 0")
+    for length, weight in zip(lengths, weights, strict=True):
+        if share := count * weight / total:
+            yield at_context_len(shape, length), share
+
+
+def _is_amount(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MAX_LAUNCHES
 
 
 def write_rows(path: str | os.PathLike[str], rows: Iterable[Mapping[str, Any]]) -> int:

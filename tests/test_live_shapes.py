@@ -16,7 +16,7 @@ pytest.importorskip("sklearn")
 import trained
 
 import tilewise
-from tilewise.data.traffic import Traffic, read_traffic
+from tilewise.data.traffic import MAX_LAUNCHES, Traffic, read_traffic
 from tilewise.dispatch import live
 from tilewise.dispatch import selector as selecting
 from tilewise.dispatch.selector import Selector
@@ -197,6 +197,9 @@ def test_traffic_is_read_from_csv_too(tmp_path: Path) -> None:
     assert read_traffic(path) == [Traffic(Shape(4, 2, 64, max_context_len=8192), 3.5), Traffic(Shape(1, 1, 32), 1.0)]
 
 
+CONTEXT = '{"batch_size": 1, "next_n": 1, "heads": 32, "context": {"lengths": %s, "weights": %s}}'
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -210,6 +213,12 @@ def test_traffic_is_read_from_csv_too(tmp_path: Path) -> None:
         ('{"batch_size": 1, "next_n": 1, "heads": 32, "count": 0}', "count must be"),
         ('{"batch_size": 1, "next_n": 1, "heads": 32, "count": NaN}', "count must be"),
         ('{"batch_size": 1, "next_n": 1, "heads": 32, "context": {"lengths": [1]}}', "weights"),
+        (CONTEXT % ("[1, 2]", "[1, -1]"), "weights must be numbers of 0 to"),
+        (CONTEXT % ("[1, 2]", "[-1, 1]"), "weights must be numbers of 0 to"),
+        (CONTEXT % ("[1, 2]", "[1e308, 1e308]"), "weights must be numbers of 0 to"),
+        (CONTEXT % ("[1, 2]", "[0, 0]"), "weights must not all be 0"),
+        (CONTEXT % ("[]", "[]"), "weights must not all be 0"),
+        ('{"batch_size": 1, "next_n": 1, "heads": 32, "count": 1e308}', "count must be"),
         ('{"batch_size": 1', "not JSON"),
         ("batch_size,next_n,heads\n1,1,x\n", "line 2: heads must"),
         ("[1, 2]", "no shape"),
@@ -223,6 +232,14 @@ def test_a_file_that_is_none_is_refused_with_its_line(tmp_path: Path, text: str,
     assert said in str(refused.value)
     with pytest.raises(InvalidProfileError, match="cannot be read"):
         read_traffic(tmp_path / "none")
+
+
+def test_the_greatest_counts_add_up_to_a_number(tmp_path: Path) -> None:
+    """As do the least: what there is no float for is left out."""
+    most = f'{{"batch_size": 1, "next_n": 1, "heads": 32, "count": {MAX_LAUNCHES}}}\n'
+    least = (CONTEXT % ("[1, 2]", "[1, 1]")).replace('"context"', '"count": 5e-324, "context"')
+    (tmp_path / "traffic").write_text(most * 3 + least)
+    assert read_traffic(tmp_path / "traffic") == [Traffic(Shape(1, 1, 32), 3 * MAX_LAUNCHES)]
 
 
 def test_memory_does_not_grow_with_the_shapes_asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -274,10 +274,11 @@ def test_live_shapes_are_counted(service: Service) -> None:
         ({"heads": 33}, "heads"), ({"batch_size": None}, "batch_size"), ({"batch_size": 1.5}, "batch_size"),
         ({"surprise": 1}, "surprise"), ({"context": 5}, "context"), ({"block_kv": 1}, "block_kv"),
         ({"context": {"lengths": [1], "weights": [1, 2]}}, "context"), ({"context": {"lengths": [1]}}, "weights"),
+        ({"context": {"lengths": [1, 2], "weights": [1, -1]}}, "context"), ({"count": 1e308}, "count"),
     ):  # fmt: skip
-        check_problem(
-            service.ask("POST", "/v1/shapes", json={"shapes": [{**SHAPE, **change}]}), 422, f"shapes.0.{field}"
-        )
+        for path in ("/v1/shapes", "/v1/compare"):
+            answer = service.ask("POST", path, json={"shapes": [{**SHAPE, **change}]})
+            check_problem(answer, 422, f"shapes.0.{field}")
 
 
 @pytest.mark.parametrize(
