@@ -110,9 +110,11 @@ class IncomingFile:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        # What was published is synced by now; the rest goes, also where closing it fails for a full disk.
         with contextlib.suppress(Exception):
             self._writer.close()
-        self._file.close()
+        with contextlib.suppress(OSError):
+            self._file.close()
         self._temporary.unlink(missing_ok=True)
 
     def add(self, row: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -16,6 +17,8 @@ from tilewise.data.home import home_dir
 from tilewise.errors import InvalidProfileError, TilewiseError
 from tilewise.service.processes import be_nice, die_with_parent, module_command
 from tilewise.service.settings import Settings
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the share of it or the file is full
 
 
 class ImportStoppedError(TilewiseError, RuntimeError):
@@ -32,8 +35,9 @@ class Importer:
     async def run(self, path: Path, options: dict[str, Any]) -> dict[str, Any]:
         """What became of an uploaded file's rows, as `ImportReport.to_dict`.
 
-        Raises InvalidProfileError where the file as a whole cannot be read, ImportStoppedError where the service stops
-        before it was.
+        Raises InvalidProfileError where the file as a whole cannot be read, ImportStoppedError where its process was
+        killed or the service stops before it was, OSError where the disk is full, and RuntimeError where the process
+        failed; the log has its traceback.
         """
         settings = self._settings
         options = {**options, "most_rows": settings.max_upload_rows, "nice": settings.job_nice}
@@ -45,8 +49,10 @@ class Importer:
             with subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as process:
                 started.append(process)
                 out, _ = process.communicate()
-            if process.returncode:
+            if process.returncode < 0:  # by a signal
                 raise ImportStoppedError(f"the check of the file was cut off ({process.returncode}): send it again")
+            if process.returncode:
+                raise RuntimeError(f"the check of a file failed ({process.returncode}): see the traceback above")
             return out
 
         try:
@@ -57,6 +63,8 @@ class Importer:
             raise ImportStoppedError("the service stops: send the file again") from None
         if "refused" in answer:
             raise InvalidProfileError(answer["refused"])
+        if "no_room" in answer:
+            raise OSError(answer["no_room"], os.strerror(answer["no_room"]))
         return answer
 
 
@@ -97,5 +105,9 @@ def main() -> int:
     except TilewiseError as error:
         # The path is ours, and nobody else's business.
         answer = {"refused": str(error).replace(path, "the file")}
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        answer = {"no_room": error.errno}
     sys.stdout.write(json.dumps(answer))
     return 0

@@ -20,9 +20,9 @@ from tilewise.data.exchange import parse_defaults
 from tilewise.errors import InvalidProfileError
 from tilewise.service.catalogue import rows_of, save_answer, saved_answer
 from tilewise.service.files import DIGEST, reconcile, stored_files
-from tilewise.service.importing import Importer, ImportStoppedError
+from tilewise.service.importing import NO_ROOM, Importer, ImportStoppedError
 from tilewise.service.parts import IDEMPOTENCY_HEADER, Service, answer_key, caller_of
-from tilewise.service.problems import FieldProblem, StrictRoute
+from tilewise.service.problems import FieldProblem, Problem, StrictRoute
 from tilewise.service.tables import files
 from tilewise.service.times import shown
 
@@ -89,7 +89,10 @@ def profile_routes(service: Service) -> APIRouter:
 
     @router.post(
         "", summary="Upload a profile", status_code=201, response_model=UploadAnswer,
-        responses={200: {"description": "All of it was there already", "model": UploadAnswer}},
+        responses={
+            200: {"description": "All of it was there already", "model": UploadAnswer},
+            507: {"description": "The disk of the service is full", "model": Problem},
+        },
         openapi_extra={"requestBody": body, "parameters": [header]},
     )  # fmt: skip
     async def upload(
@@ -168,12 +171,16 @@ def profile_routes(service: Service) -> APIRouter:
 
 @contextlib.contextmanager
 def _incoming(home: Path) -> Iterator[Path]:
-    """A place for an upload, until it is dealt with."""
+    """A place for an upload, until it is dealt with. Raises a 507 where the disk is full."""
     folder = home / "incoming"
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / uuid.uuid4().hex
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         yield path
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        raise HTTPException(507, f"The file cannot be stored: {error.strerror}") from error
     finally:
         path.unlink(missing_ok=True)
 
@@ -190,13 +197,14 @@ async def _to_disk(chunks: AsyncIterator[bytes], path: Path, beside: str) -> str
         digest.update(data)
         file.write(data)
 
-    with path.open("wb", buffering=0) as file:
+    with path.open("wb") as file:
         async for chunk in chunks:
             held += chunk
             if len(held) >= WRITE_BYTES:
                 data, held = bytes(held), bytearray()
                 await asyncio.to_thread(write, data)
         await asyncio.to_thread(write, bytes(held))
+        await asyncio.to_thread(file.flush)
     return digest.hexdigest()
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import io
 import json
+import resource
 import time
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,7 @@ from tilewise.dispatch.selector import Selector  # noqa: E402
 from tilewise.kernels.paged_mqa_logits import spec  # noqa: E402
 from tilewise.models import registry  # noqa: E402
 from tilewise.server import MODEL_HEADER, create_app  # noqa: E402
-from tilewise.service import jobs  # noqa: E402
+from tilewise.service import importing, jobs  # noqa: E402
 from tilewise.service.access import MAX_BATCH_BYTES, SCOPES, add_token, revoke_token, scope_needed  # noqa: E402
 from tilewise.service.models import store_model  # noqa: E402
 from tilewise.service.settings import SettingError, Settings, settings_table  # noqa: E402
@@ -190,6 +193,49 @@ def test_an_upload_sent_again_with_its_key_has_the_first_answer(service: Service
     for bad in ("", "x" * 129):
         headers = {**BYTES, "Idempotency-Key": bad}
         check_problem(service.ask("POST", "/v1/profiles", content=b"x", headers=headers), 422, "Idempotency-Key")
+
+
+@contextlib.contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """A disk that is full once a file has this many bytes, for this process and those that it starts."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("left_out", [1, 5000, 2_000_000])
+def test_an_upload_that_the_disk_has_no_room_for_is_a_507(service: Service, left_out: int) -> None:
+    body = json_lines(ROWS * 150)
+    assert len(body) > 2_000_000
+    with files_of_at_most(len(body) - left_out):
+        check_problem(service.ask("POST", "/v1/profiles", content=body, headers=BYTES), 507)
+    assert list((service.home / "incoming").iterdir()) == []
+    assert service.ask("POST", "/v1/profiles", content=body, headers=BYTES).json()["accepted"] == len(ROWS)
+
+
+def test_rows_that_the_disk_has_no_room_for_are_a_507_and_leave_nothing(service: Service) -> None:
+    body = json_lines(ROWS[:1])  # a tenth of what it is in Parquet
+    with files_of_at_most(len(body) + 1000):
+        check_problem(service.ask("POST", "/v1/profiles", content=body, headers=BYTES), 507)
+    assert [path for path in service.home.rglob("*incoming*") if path.is_file()] == []
+    assert service.ask("POST", "/v1/profiles", content=body, headers=BYTES).status_code == 201
+
+
+def test_a_check_that_fails_is_a_500_and_one_that_is_killed_a_503(
+    service: Service, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The one fails again when the file is sent again, the other does not."""
+    service.home.mkdir()
+    (service.home / "profiles").touch()
+    check_problem(service.ask("POST", "/v1/profiles", content=json_lines(ROWS), headers=BYTES), 500)
+    assert "Traceback" in capfd.readouterr().err
+    monkeypatch.setattr(importing, "module_command", lambda *words: ["/bin/sh", "-c", "kill -9 $$"])
+    answer = service.ask("POST", "/v1/profiles", content=json_lines(ROWS), headers=BYTES)
+    assert "send it again" in check_problem(answer, 503)["detail"]
+    assert list((service.home / "incoming").iterdir()) == []
 
 
 def test_uploads_at_once_lose_no_row(service: Service) -> None:
