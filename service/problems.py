@@ -15,6 +15,7 @@ from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.requests import ClientDisconnect
 
 from tilewise.data.records import shorten
 from tilewise.errors import InvalidShapeError, TilewiseError
@@ -124,6 +125,10 @@ def add_problems(
         if error.status_code == 405:  # the router knows one route at a time
             headers["Allow"] = ", ".join(_methods(app.openapi()["paths"], request.url.path)) or headers.get("Allow", "")
         return problem(error.status_code, str(error.detail), headers=headers)
+
+    @app.exception_handler(ClientDisconnect)
+    async def hung_up(request: Request, error: ClientDisconnect) -> Response:
+        return problem(400, "The body broke off")  # for the figures; there is nobody to read it
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:

@@ -238,6 +238,25 @@ def test_a_check_that_fails_is_a_500_and_one_that_is_killed_a_503(
     assert list((service.home / "incoming").iterdir()) == []
 
 
+def test_a_client_that_hangs_up_during_an_upload_is_no_fault_of_the_service(service: Service) -> None:
+    said: list[Any] = [
+        {"type": "http.request", "body": json_lines(ROWS)[:5000], "more_body": True},
+        {"type": "http.disconnect"},
+    ]
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return said.pop(0)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/profiles", "query_string": b"", "headers": []}
+    asyncio.run(service.app(scope, receive, send))  # raises what the server would log with its traceback
+    assert sent[0]["status"] == 400
+    assert list((service.home / "incoming").iterdir()) == []
+
+
 def test_uploads_at_once_lose_no_row(service: Service) -> None:
     """F6: several uploads together, some of them the same rows."""
     parts = [ROWS[:8], ROWS[4:12], ROWS[12:], ROWS[:8]]
