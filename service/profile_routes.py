@@ -23,13 +23,14 @@ from tilewise.service.files import DIGEST, reconcile, stored_files
 from tilewise.service.importing import NO_ROOM, Importer, ImportStoppedError
 from tilewise.service.parts import IDEMPOTENCY_HEADER, Service, answer_key, caller_of
 from tilewise.service.problems import FieldProblem, Problem, StrictRoute
-from tilewise.service.tables import files
+from tilewise.service.tables import answers, files
 from tilewise.service.times import shown
 
 WRITE_BYTES = 1 << 20
 PARQUET = "application/vnd.apache.parquet"
 MEDIA_TYPES = (PARQUET, "application/x-ndjson", "text/csv", "application/json", "application/octet-stream")
 MAX_NAMED_ROWS = 100
+UNDER_WAY = 0  # status of an answer that there is not yet
 
 
 class RejectedRow(BaseModel):
@@ -117,7 +118,7 @@ def profile_routes(service: Service) -> APIRouter:
         key = answer_key(request)
         with _incoming(home) as path:
             fingerprint = await _to_disk(request.stream(), path, str(sorted(defaults.items())))
-            if key and (answer := await asyncio.to_thread(_again, service, key, fingerprint)) is not None:
+            if key and (answer := await asyncio.to_thread(_claim, service, key, fingerprint)) is not None:
                 return answer
             try:
                 report = await importer.run(path, {"defaults": defaults})
@@ -129,7 +130,7 @@ def profile_routes(service: Service) -> APIRouter:
             service.metrics.rows.labels(outcome).inc(report[outcome])
         if not report["accepted"]:
             raise FieldProblem([(f"row {number}", reason) for number, reason in report["reasons"][:MAX_NAMED_ROWS]])
-        return await asyncio.to_thread(_keep, service, report, caller_of(request).name, key, fingerprint)
+        return await asyncio.to_thread(_keep, service, report, caller_of(request).name, key)
 
     @router.get("", summary="Uploaded profiles", response_model=ProfileList)
     async def profiles(
@@ -208,18 +209,22 @@ async def _to_disk(chunks: AsyncIterator[bytes], path: Path, beside: str) -> str
     return digest.hexdigest()
 
 
-def _again(service: Service, key: str, fingerprint: str) -> Response | None:
-    """The answer to this upload where it was sent before. Raises FieldProblem where another was sent under this key."""
-    with service.catalogue.read() as connection:
+def _claim(service: Service, key: str, fingerprint: str) -> Response | None:
+    """Keep the key for this upload, before its rows are stored. The answer where it was sent and answered before.
+
+    Raises FieldProblem where another was sent under this key, also where that is under way.
+    """
+    with service.catalogue.write() as connection:
+        save_answer(service.catalogue, key, fingerprint, UNDER_WAY, {}, connection)  # the first one stays
         saved = saved_answer(key, connection)
-    if saved is None:
-        return None
-    if saved["fingerprint"] != fingerprint:
+    if saved is None or saved["fingerprint"] != fingerprint:
         raise FieldProblem([(IDEMPOTENCY_HEADER, "was sent with another request")])
+    if saved["status"] == UNDER_WAY:
+        return None
     return JSONResponse(saved["body"], saved["status"], {"Idempotent-Replay": "true"})
 
 
-def _keep(service: Service, report: dict[str, Any], by: str | None, key: str | None, fingerprint: str) -> Response:
+def _keep(service: Service, report: dict[str, Any], by: str | None, key: str | None) -> Response:
     """Note what was stored, and make the answer."""
     content = {
         "accepted": report["accepted"],
@@ -239,7 +244,8 @@ def _keep(service: Service, report: dict[str, Any], by: str | None, key: str | N
                 values |= {"bytes": path.stat().st_size, "added_at": now, "added_by": by}
                 connection.execute(catalogue.insert(files).values(values).on_conflict_do_nothing())
         if key:
-            save_answer(catalogue, key, fingerprint, status, content, connection)
+            claimed = (answers.c.key == key) & (answers.c.status == UNDER_WAY)
+            connection.execute(sa.update(answers).where(claimed).values(status=status, body=content))
     return JSONResponse(content, status)
 
 

@@ -195,6 +195,34 @@ def test_an_upload_sent_again_with_its_key_has_the_first_answer(service: Service
         check_problem(service.ask("POST", "/v1/profiles", content=b"x", headers=headers), 422, "Idempotency-Key")
 
 
+def test_of_uploads_at_once_under_one_key_one_is_taken(service: Service) -> None:
+    headers = {**BYTES, "Idempotency-Key": "run 18"}
+    bodies = [json_lines(ROWS[:3]), json_lines(ROWS[3:8]), json_lines(ROWS[8:])]
+    requests = [("POST", "/v1/profiles", {"content": body, "headers": headers}) for body in bodies]
+    answers = service.ask_all(requests)
+    assert sorted(answer.status_code for answer in answers) == [201, 422, 422]
+    for body, first in zip(bodies, answers, strict=True):
+        again = service.ask("POST", "/v1/profiles", content=body, headers=headers)
+        assert again.status_code == first.status_code
+        if again.status_code == 201:
+            assert (again.json(), again.headers["Idempotent-Replay"]) == (first.json(), "true")
+            assert len(load_profile(OP, ARCH, home=service.home)) == again.json()["accepted"]
+        else:
+            check_problem(again, 422, "Idempotency-Key")
+
+
+def test_an_upload_that_came_to_no_answer_can_be_sent_again_under_its_key(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = {"content": json_lines(ROWS), "headers": {**BYTES, "Idempotency-Key": "run 19"}}
+    with monkeypatch.context() as patched:
+        patched.setattr(importing, "module_command", lambda *words: ["/bin/sh", "-c", "kill -9 $$"])
+        check_problem(service.ask("POST", "/v1/profiles", **request), 503)
+    first = service.ask("POST", "/v1/profiles", **request)
+    assert (first.status_code, first.headers.get("Idempotent-Replay")) == (201, None)
+    assert service.ask("POST", "/v1/profiles", **request).headers["Idempotent-Replay"] == "true"
+
+
 @contextlib.contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
     """A disk that is full once a file has this many bytes, for this process and those that it starts."""
