@@ -27,7 +27,7 @@ _log = logging.getLogger("tilewise.service")
 
 
 class CatalogueError(TilewiseError, RuntimeError):
-    """The catalogue cannot be reached, or has another schema."""
+    """The catalogue cannot be reached, is damaged, or has another schema."""
 
 
 class Catalogue:
@@ -53,13 +53,10 @@ class Catalogue:
 
     @contextlib.contextmanager
     def _transaction(self, *, write: bool) -> Iterator[sa.Connection]:
-        try:
-            with self.engine().connect() as connection:
-                connection = connection.execution_options(tilewise_write=write)
-                with connection.begin():
-                    yield connection
-        except (sa.exc.OperationalError, sa.exc.InterfaceError, sa.exc.TimeoutError) as error:
-            raise CatalogueError(f"the catalogue does not answer: {_first_line(error)}") from error
+        with _asking(), self.engine().connect() as connection:
+            connection = connection.execution_options(tilewise_write=write)
+            with connection.begin():
+                yield connection
 
     def engine(self) -> sa.Engine:
         """The engine, with the newest schema behind it."""
@@ -70,10 +67,8 @@ class Catalogue:
                 engine = open_engine(self.url)
                 try:
                     upgrade(engine)
-                except BaseException as error:
+                except BaseException:
                     engine.dispose()
-                    if isinstance(error, (sa.exc.OperationalError, sa.exc.InterfaceError)):
-                        raise CatalogueError(f"the catalogue does not answer: {_first_line(error)}") from error
                     raise
                 self._engine = engine
         return self._engine
@@ -90,28 +85,42 @@ class Catalogue:
         return postgresql.insert(table) if self.dialect == "postgresql" else sqlite.insert(table)
 
 
+@contextlib.contextmanager
+def _asking() -> Iterator[None]:
+    """Makes a CatalogueError of a database that is away, locked or damaged. What it says of values is let through."""
+    try:
+        yield
+    except (sa.exc.IntegrityError, sa.exc.DataError):
+        raise
+    except (sa.exc.DatabaseError, sa.exc.InterfaceError, sa.exc.TimeoutError) as error:
+        raise CatalogueError(f"the catalogue does not answer: {_first_line(error)}") from error
+
+
 def open_engine(url: str) -> sa.Engine:
     """An engine for one of the two databases. Raises CatalogueError for any other."""
     try:
         parsed = sa.make_url(url)
-    except sa.exc.ArgumentError as error:
+    except (sa.exc.ArgumentError, ValueError) as error:
         raise CatalogueError("TILEWISE_DATABASE_URL must be such as postgresql://user@host/name") from error
+    if parsed.get_backend_name() not in ("sqlite", "postgresql", "postgres"):
+        raise CatalogueError(f"TILEWISE_DATABASE_URL must name sqlite or postgresql, got {parsed.get_backend_name()!r}")
     if parsed.drivername in ("postgresql", "postgres"):
         parsed = parsed.set(drivername="postgresql+psycopg")
-    if parsed.get_backend_name() == "postgresql":
-        try:
+    try:
+        if parsed.get_dialect().is_async:
+            raise CatalogueError(f"TILEWISE_DATABASE_URL must name a driver without asyncio, got {parsed.drivername!r}")
+        if parsed.get_backend_name() == "postgresql":
             return sa.create_engine(parsed, pool_pre_ping=True, pool_size=4, max_overflow=4, pool_timeout=10,
                                     connect_args={"connect_timeout": 5, "application_name": "tilewise"})  # fmt: skip
-        except ImportError as error:
-            raise CatalogueError("PostgreSQL needs psycopg: pip install -e '.[postgresql]'") from error
-    if parsed.get_backend_name() != "sqlite":
-        raise CatalogueError(f"TILEWISE_DATABASE_URL must name sqlite or postgresql, got {parsed.get_backend_name()!r}")
+        engine = sa.create_engine(parsed, connect_args={"timeout": BUSY_S, "check_same_thread": False})
+    except (sa.exc.ArgumentError, ValueError, ImportError) as error:
+        hint = ": pip install -e '.[postgresql]'" if getattr(error, "name", None) == "psycopg" else ""
+        raise CatalogueError(f"TILEWISE_DATABASE_URL cannot be used: {_first_line(error)}{hint}") from error
     if parsed.database:
         try:
             Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CatalogueError(f"the catalogue cannot be kept in {parsed.database}: {error}") from error
-    engine = sa.create_engine(parsed, connect_args={"timeout": BUSY_S, "check_same_thread": False})
 
     @sa.event.listens_for(engine, "connect")
     def connected(connection: Any, record: Any) -> None:
@@ -129,6 +138,7 @@ def open_engine(url: str) -> sa.Engine:
     return engine
 
 
+@_asking()
 def upgrade(engine: sa.Engine) -> list[str]:
     """Bring the schema up to date and return the revisions passed. Raises CatalogueError for a newer one than ours."""
     with engine.connect() as connection:

@@ -32,6 +32,7 @@ from tilewise.server import MODEL_HEADER, create_app  # noqa: E402
 from tilewise.service import importing, jobs  # noqa: E402
 from tilewise.service.access import MAX_BATCH_BYTES, SCOPES, add_token, revoke_token, scope_needed  # noqa: E402
 from tilewise.service.models import store_model  # noqa: E402
+from tilewise.service.run import tidy  # noqa: E402
 from tilewise.service.settings import SettingError, Settings, settings_table  # noqa: E402
 
 OP, ARCH = synthetic.OP, "h100"
@@ -600,9 +601,20 @@ def test_a_client_that_asks_too_fast_is_told_when_to_come_again(tmp_path: Path) 
 # --- a catalogue that is away
 
 
-def test_selections_go_on_without_a_catalogue_and_the_rest_is_a_503(tmp_path: Path) -> None:
-    synthetic.publish_synthetic(tmp_path / "home", shapes=synthetic.SHAPES[:2], arch=ARCH)
-    service = Service(tmp_path / "home", database_url="postgresql://nobody@127.0.0.1:1/none")
+AWAY = {"database_url": "postgresql://nobody@127.0.0.1:1/none"}
+
+
+@pytest.mark.parametrize("why", ["away", "damaged", "damaged while it runs"])
+def test_selections_go_on_without_a_catalogue_and_the_rest_is_a_503(why: str, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    synthetic.publish_synthetic(home, shapes=synthetic.SHAPES[:2], arch=ARCH)
+    service = Service(home, **(AWAY if why == "away" else {}))
+    if why == "damaged while it runs":
+        assert service.ask("GET", "/readyz").json()["catalogue"] == ""
+        service.parts.catalogue.engine().dispose()  # the next connection reads the file, not what this one remembers
+    if why != "away":
+        (home / "catalogue.db").write_text("junk" * 1000)
+        tidy(service.settings)  # as a service that starts: no more than a warning
     assert service.ask("POST", "/v1/select", json=SHAPE).json()["model_id"]
     assert "does not answer" in service.ask("GET", "/readyz").json()["catalogue"]
     assert "tilewise_catalogue_up 0.0" in service.ask("GET", "/metrics").text

@@ -123,6 +123,11 @@ def test_processes_that_upgrade_at_once_make_one_schema(tmp_path: Path) -> None:
     [
         ("mysql://host/name", "must name sqlite or postgresql"),
         ("nonsense", "must be such as"),
+        ("postgresql://host:port/name", "must be such as"),
+        ("postgresql+nope://host/name", "cannot be used: Can't load plugin"),
+        ("sqlite+pysqlcipher:///catalogue.db", "cannot be used: No module named"),
+        ("sqlite+aiosqlite:///catalogue.db", "must name a driver without asyncio"),
+        ("sqlite:///catalogue.db?timeout=soon", "cannot be used: could not convert"),
         ("sqlite:////proc/nowhere/catalogue.db", "cannot be kept in"),
         ("postgresql://nobody@127.0.0.1:1/none", "does not answer"),
     ],
@@ -132,6 +137,16 @@ def test_a_database_that_cannot_be_used_is_named(url: str, why: str) -> None:
         pytest.importorskip("psycopg")
     with pytest.raises(CatalogueError, match=why):
         Catalogue(url).engine()
+
+
+def test_a_damaged_file_is_named_by_every_use_of_it(tmp_path: Path) -> None:
+    (tmp_path / "catalogue.db").write_text("junk" * 1000)
+    catalogue = Catalogue(database("sqlite", tmp_path))
+    engine = open_engine(catalogue.url)
+    for use in (catalogue.engine, lambda: upgrade(engine), lambda: list_tokens(catalogue)):
+        with pytest.raises(CatalogueError, match="does not answer: file is not a database"):
+            use()
+    engine.dispose()
 
 
 # --- jobs
