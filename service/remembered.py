@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from fastapi import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tilewise.dispatch.decision import Decision
@@ -76,7 +77,10 @@ class Remember:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] != PATH or scope["method"] != "POST":
             return await self._app(scope, receive, send)
-        first = await receive()
+        try:
+            first = await receive()
+        except HTTPException as error:  # of the guard, for a body that is late or too large: the app makes the answer
+            return await self._app(scope, _raising(error), send)
         question = first.get("body", b"")
         if first["type"] == "http.request" and not first.get("more_body") and _is_json(scope):
             answer = self._memory.find(question)
@@ -95,6 +99,13 @@ class Remember:
             return first
 
         await self._app(scope, again, send)
+
+
+def _raising(error: HTTPException) -> Receive:
+    async def receive() -> Message:
+        raise error
+
+    return receive
 
 
 def _is_json(scope: Scope) -> bool:

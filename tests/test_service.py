@@ -30,7 +30,7 @@ from tilewise.kernels.paged_mqa_logits import spec  # noqa: E402
 from tilewise.models import registry  # noqa: E402
 from tilewise.server import MODEL_HEADER, create_app  # noqa: E402
 from tilewise.service import importing, jobs  # noqa: E402
-from tilewise.service.access import MAX_BATCH_BYTES, SCOPES, add_token, revoke_token, scope_needed  # noqa: E402
+from tilewise.service.access import MAX_BATCH_BYTES, MAX_BODY_BYTES, SCOPES, add_token, revoke_token, scope_needed  # noqa: E402
 from tilewise.service.models import store_model  # noqa: E402
 from tilewise.service.run import tidy  # noqa: E402
 from tilewise.service.settings import SettingError, Settings, settings_table  # noqa: E402
@@ -596,6 +596,26 @@ def test_a_client_that_asks_too_fast_is_told_when_to_come_again(tmp_path: Path) 
     time.sleep(0.5)
     assert service.ask("GET", "/v1/jobs").status_code == 200
     service.close()
+
+
+@pytest.mark.parametrize("url", ["/v1/select", "/v1/rank"])
+def test_a_body_of_which_nothing_comes_is_a_408_and_one_that_comes_too_large_at_once_a_413(
+    url: str, tmp_path: Path
+) -> None:
+    service = Service(tmp_path, body_timeout_s=0.05)
+
+    async def late() -> Any:
+        await asyncio.sleep(0.5)
+        yield b"{}"
+
+    async def large() -> Any:
+        yield b" " * (MAX_BODY_BYTES + 1)
+
+    for body, status in ((late, 408), (large, 413)):
+        response = service.ask("POST", url, content=body(), headers=JSON)
+        check_problem(response, status)
+        assert response.headers["Connection"] == "close"
+        assert response.headers[MODEL_HEADER]
 
 
 # --- a catalogue that is away
