@@ -1,7 +1,10 @@
-"""uvicorn's HTTP protocol, with a time limit on headers and a bound on connections.
+"""uvicorn's HTTP protocol, with a time limit on headers, a bound on connections, and no upgrades.
 
 A connection that has not sent a whole request's headers costs a file descriptor. Nothing in uvicorn ends it, so that as
 many of them as there may be files would keep everybody else out.
+
+A server that does not honour an `Upgrade` answers as if there were none (RFC 9110, 7.8): Java's client sends one with
+every first request. httptools takes the body of such a request for the other protocol's bytes.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import asyncio
 from collections import OrderedDict
 from typing import ClassVar
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 
@@ -33,13 +37,46 @@ class Protocol(HttpToolsProtocol):
         self._served()
         super().connection_lost(exc)
 
+    def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        rest = memoryview(data)
+        try:
+            while rest:
+                try:
+                    self.parser.feed_data(rest)
+                    return
+                except httptools.HttpParserUpgrade as upgrade:
+                    if not self._cut_off():  # CONNECT, which the app refuses
+                        return
+                    self.parser.feed_data(self._head_without_upgrade())
+                    rest = rest[upgrade.args[0] :]
+        except httptools.HttpParserError:
+            message = "Invalid HTTP request received."
+            self.logger.warning(message)
+            self.send_400_response(message)
+
+    def _head_without_upgrade(self) -> bytes:
+        """The request that was cut off at the end of its headers, to be begun again."""
+        line = b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+        kept = [b"%s: %s" % (name, value) for name, value in self.headers if name != b"upgrade"]
+        return b"\r\n".join([line, *kept, b"", b""])
+
+    def _cut_off(self) -> bool:
+        """Whether httptools takes what follows these headers for another protocol."""
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._wait()
 
     def on_headers_complete(self) -> None:
-        self._served()
-        super().on_headers_complete()
+        if not self._cut_off():
+            self._served()
+            super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        if not self._cut_off():
+            super().on_message_complete()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

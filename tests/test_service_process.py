@@ -421,6 +421,47 @@ def test_half_requests_keep_nobody_out(tmp_path: Path, monkeypatch: pytest.Monke
         assert service.get("/v1/select", QUESTION)["arch"] == ARCH
 
 
+def test_an_upgrade_that_is_not_honoured_is_ignored(tmp_path: Path) -> None:
+    """As clients of HTTP/2 ask for it (Java's, curl --http2), however the packets are cut; the connection goes on."""
+    body = json.dumps(QUESTION).encode()
+    start = b"POST /v1/select HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    upgrade = b"Connection: Upgrade, HTTP2-Settings\r\nUPGRADE: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAAB\r\n"
+    sized = b"Content-Length: %d\r\n\r\n" % len(body)
+    chunked = b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+    whole = start + upgrade + sized + body
+    cases = {
+        "one packet": [whole],
+        "the body in another": [start + upgrade + sized, body],
+        "cut within the header": [start + upgrade[:40], upgrade[40:] + sized + body],
+        "byte by byte": [whole[at : at + 1] for at in range(len(whole))],
+        "chunked": [start + upgrade + chunked],
+        "websocket": [whole.replace(b"h2c", b"websocket")],
+        "two at once": [whole + whole],
+        "asked for by none": [start + sized + body],
+    }
+    with serving(tmp_path, "--arch", ARCH) as service:
+        wanted = service.get("/v1/select", QUESTION)
+        for case, packets in cases.items():
+            with socket.create_connection(("127.0.0.1", int(service.url.rpartition(":")[2]))) as connection:
+                connection.settimeout(10)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                for packet in packets:
+                    connection.sendall(packet)
+                    time.sleep(0.001 if len(packets) > 2 else 0.05)
+                received = connection.recv(1 << 16)
+                connection.sendall(start + b"Connection: close\r\n" + sized + body)  # once more
+                while more := connection.recv(1 << 16):
+                    received += more
+            answers = [one.partition(b"\r\n\r\n") for one in received.split(b"HTTP/1.1 ")[1:]]
+            assert [head.partition(b"\r\n")[0] for head, _, _ in answers] == [b"200 OK"] * len(answers), case
+            assert [json.loads(content) for _, _, content in answers] == [wanted] * len(answers), case
+            assert len(answers) == b"".join(packets).count(b"POST ") + 1, case
+        with socket.create_connection(("127.0.0.1", int(service.url.rpartition(":")[2]))) as connection:
+            connection.settimeout(10)
+            connection.sendall(b"CONNECT localhost:80 HTTP/1.1\r\nHost: localhost:80\r\n\r\n")
+            assert connection.recv(100).startswith(b"HTTP/1.1 4")
+
+
 def test_selections_go_on_while_a_large_file_is_uploaded(tmp_path: Path) -> None:
     """F2: the body goes to disk in a thread, its rows to a process of their own."""
     line = json_lines(synthetic.synthetic_rows(synthetic.SHAPES[:1], arch=ARCH)[:1]) + b"\n"
