@@ -6,6 +6,7 @@ request's body is read.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import re
 import secrets
@@ -112,6 +113,7 @@ class Access:
         self.settings, self.needed, self.hosts = settings, needed, hosts
         self._catalogue = catalogue
         self._known: dict[str, Caller] | None = None
+        self._first: asyncio.Future[None] | None = None  # reading of the tokens, while there are none known
         self._lock = threading.Lock()
         self._rates: OrderedDict[str, tuple[float, float]] = OrderedDict()  # client: (allowance, when)
 
@@ -123,13 +125,16 @@ class Access:
         with self._lock:
             self._known = known
 
-    def caller(self, authorization: str) -> Caller | None:
-        """Who this is; None for a token that is none, or where there must be one."""
+    async def caller(self, authorization: str) -> Caller | None:
+        """Who this is; None for a token that is none, or where there must be one. CatalogueError before any is read."""
         if not self.needed:
             return Caller(None, "admin")
         kind, _, token = authorization.partition(" ")
         if self._known is None:
-            self.refresh()
+            # In a thread, and one for all who ask: a catalogue may take long to say nothing.
+            if self._first is None or self._first.done():
+                self._first = asyncio.ensure_future(asyncio.to_thread(self.refresh))
+            await asyncio.shield(self._first)
         return (self._known or {}).get(_hash(token.strip())) if kind.lower() == "bearer" else None
 
     def too_fast(self, client: str) -> float:
@@ -186,7 +191,7 @@ class Guard:
         wanted = scope_needed(scope["method"], path)
         if wanted is not None:
             try:
-                caller = self._access.caller(headers.get("authorization", ""))
+                caller = await self._access.caller(headers.get("authorization", ""))
             except CatalogueError as error:  # before any token was read
                 return await refuse(503, str(error), Retry_After="5")
             if caller is None:

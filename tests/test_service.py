@@ -31,6 +31,7 @@ from tilewise.models import registry  # noqa: E402
 from tilewise.server import MODEL_HEADER, create_app  # noqa: E402
 from tilewise.service import importing, jobs  # noqa: E402
 from tilewise.service.access import MAX_BATCH_BYTES, MAX_BODY_BYTES, SCOPES, add_token, revoke_token, scope_needed  # noqa: E402
+from tilewise.service.catalogue import CatalogueError  # noqa: E402
 from tilewise.service.models import store_model  # noqa: E402
 from tilewise.service.run import tidy  # noqa: E402
 from tilewise.service.settings import SettingError, Settings, settings_table  # noqa: E402
@@ -571,6 +572,32 @@ def test_a_revoked_token_is_refused_at_the_next_look(closed: Service) -> None:
     revoke_token(closed.parts.catalogue, "ci")
     closed.parts.watcher.look()
     check_problem(closed.ask("GET", "/v1/jobs", headers=token), 401)
+
+
+def test_a_catalogue_that_is_slow_to_give_the_tokens_keeps_nobody_else_waiting(
+    closed: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = []
+
+    def slow() -> Any:
+        reads.append(time.sleep(0.2))
+        raise CatalogueError("it does not answer")
+
+    monkeypatch.setattr(closed.parts.catalogue, "read", slow)
+    answers = []
+
+    async def run() -> None:
+        transport = httpx.ASGITransport(app=closed.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://tilewise") as client:
+
+            async def ask(url: str) -> None:
+                answers.append((url, (await client.get(url)).status_code))
+
+            await asyncio.gather(*map(ask, ("/v1/jobs", "/v1/jobs", "/v1/jobs", "/healthz")))
+
+    asyncio.run(run())
+    assert answers == [("/healthz", 200)] + 3 * [("/v1/jobs", 503)]
+    assert len(reads) == 1, "they wait for the same reading"
 
 
 def test_pages_of_other_hosts_are_kept_out(tmp_path: Path) -> None:
