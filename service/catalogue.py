@@ -33,7 +33,7 @@ class CatalogueError(TilewiseError, RuntimeError):
 class Catalogue:
     """One database. It is opened at the first use, and brought up to date then."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str | sa.URL) -> None:
         self.url = url
         self._lock = threading.Lock()
         self._engine: sa.Engine | None = None
@@ -96,7 +96,7 @@ def _asking() -> Iterator[None]:
         raise CatalogueError(f"the catalogue does not answer: {_first_line(error)}") from error
 
 
-def open_engine(url: str) -> sa.Engine:
+def open_engine(url: str | sa.URL) -> sa.Engine:
     """An engine for one of the two databases. Raises CatalogueError for any other."""
     try:
         parsed = sa.make_url(url)

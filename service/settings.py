@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import sqlalchemy as sa
+
 from tilewise.data.home import home_dir
 from tilewise.data.records import shorten
 from tilewise.errors import TilewiseError
@@ -58,9 +60,9 @@ class Settings:
     log_format: str = _setting("text", "`text` or `json`, one object a line", allowed=("text", "json"))
 
     @property
-    def url(self) -> str:
-        """The catalogue's URL."""
-        return self.database_url or f"sqlite:///{self.home / 'catalogue.db'}"
+    def url(self) -> str | sa.URL:
+        """The catalogue's URL. That of a file is no text, in which `?` and `%` would mean something else."""
+        return self.database_url or sa.URL.create("sqlite", database=str(self.home / "catalogue.db"))
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None, *, home: str | os.PathLike[str] | None = None) -> Settings:

@@ -703,6 +703,16 @@ def test_metrics_count_requests_fallbacks_rows_and_jobs(service: Service) -> Non
     assert 'tilewise_fallbacks_total{arch="h100"' in text
 
 
+@pytest.mark.parametrize("name", ["what?", "a?mode=memory", "50%25", "100%", "a#b", "a b", "file:x", "ü&=;@"])
+def test_the_catalogue_is_in_the_home_whatever_the_home_is_called(name: str, tmp_path: Path) -> None:
+    service = Service(tmp_path / name)
+    service.ask("POST", "/v1/jobs", json={})
+    assert service.ask("GET", "/readyz").json()["catalogue"] == ""
+    assert (tmp_path / name / "catalogue.db").is_file()
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    service.close()
+
+
 def test_settings_are_read_from_the_environment_and_each_is_documented() -> None:
     page = (Path(__file__).parent.parent / "docs" / "service.md").read_text()
     for name, default, meaning in settings_table():
