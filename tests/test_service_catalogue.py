@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import shutil
 import tarfile
 import threading
 import time
@@ -402,7 +404,79 @@ def test_a_file_that_is_no_backup_is_refused(tmp_path: Path) -> None:
         restore(Catalogue(f"sqlite:///{tmp_path / 'a.db'}"), tmp_path / "home", tmp_path / "none.tar")
 
 
-@pytest.mark.parametrize("name", ["models/../../out", "profiles/link"])
+def packed(path: Path, content: Any, *names: str) -> Path:
+    """A backup with these tables, and files of these names."""
+    text = content if isinstance(content, bytes) else json.dumps(content).encode()
+    with tarfile.open(path, "w") as archive:
+        for name in ("catalogue.json", *names):
+            member = tarfile.TarInfo(name)
+            member.size = len(text)
+            archive.addfile(member, io.BytesIO(text))
+    return path
+
+
+TOKEN = {"name": "ci", "hash": "0", "scope": "read", "created_at": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ([1], "must be of revision 0001, got None"),
+        (b"[" * 100_000, "is no backup"),
+        ({"revision": ["0001"], "tables": {}}, "must be of revision 0001, got"),
+        ({"revision": "0001"}, "must have the rows of each table"),
+        ({"revision": "0001", "tables": {"tokens": 1}}, "must have the rows of each table"),
+        ({"revision": "0001", "tables": {"jobs": [5]}}, "a row of jobs must have id, op, .*, got 5"),
+        ({"revision": "0001", "tables": {"tokens": [{"name": "ci"}]}}, "a row of tokens must have name, hash, "),
+        ({"revision": "0001", "tables": {"tokens": [{**TOKEN, "name": None}]}}, "a row does not fit into tokens"),
+        ({"revision": "0001", "tables": {"tokens": [{**TOKEN, "name": ["ci"]}]}}, "a row does not fit into tokens"),
+        ({"revision": "0001", "tables": {"tokens": [{**TOKEN, "created_at": "now"}]}}, "created_at is 'now'"),
+        ({"revision": "0001", "tables": {"tokens": [{**TOKEN, "created_at": 10**400}]}}, "too large|out of range"),
+        ({"revision": "0001", "tables": {"tokens": [TOKEN, TOKEN]}}, "a row does not fit into tokens"),
+    ],
+)
+def test_a_backup_whose_tables_are_none_changes_nothing(
+    catalogue: Catalogue, content: Any, why: str, tmp_path: Path
+) -> None:
+    source = packed(tmp_path / "backup.tar", content, f"profiles/{OP}/{ARCH}/one.parquet")
+    with pytest.raises(BackupError, match=why):
+        restore(catalogue, tmp_path / "home", source)
+    assert not (tmp_path / "home").exists()
+    assert not any(contents(catalogue).values())
+
+
+def test_a_restore_that_was_cut_off_can_be_tried_again(
+    catalogue: Catalogue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, other = tmp_path / "home", tmp_path / "other"
+    filled(home)
+    first = Catalogue(database("sqlite", tmp_path / "first"))
+    add_token(first, "ci", "read")
+    files = backup(first, home, tmp_path / "backup.tar")
+    first.dispose()
+    left = [3]  # files that the disk has room for
+
+    def full(source: Any, target: Any) -> None:
+        left[0] -= 1
+        target.write(source.read(100 if left[0] < 0 else -1))
+        if left[0] < 0:
+            raise OSError("no space left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "copyfileobj", full)
+        with pytest.raises(OSError, match="no space left"):
+            restore(catalogue, other, tmp_path / "backup.tar")
+    assert files > 3
+    assert [path for path in other.rglob("*") if path.is_file()] == []
+    cut = tmp_path / "cut.tar"
+    cut.write_bytes((tmp_path / "backup.tar").read_bytes()[:-20_000])
+    with pytest.raises(BackupError, match="is no backup: unexpected end of data"):
+        restore(catalogue, other, cut)
+    assert restore(catalogue, other, tmp_path / "backup.tar") == files
+    assert [one["name"] for one in list_tokens(catalogue)] == ["ci"]
+
+
+@pytest.mark.parametrize("name", ["models/../../out", "profiles/../catalogue.db", "models", "profiles/link"])
 def test_a_backup_with_anything_but_files_of_a_home_is_refused(name: str, tmp_path: Path) -> None:
     first = Catalogue(f"sqlite:///{tmp_path / 'a.db'}")
     home = tmp_path / "home"
