@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import sqlalchemy as sa
 from fastapi import APIRouter, HTTPException, Query, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from tilewise.kernels.arch import get_arch
 from tilewise.service import jobs as queue
@@ -35,7 +35,7 @@ class JobRequest(BaseModel):
     op: Literal["paged_mqa_logits"] = "paged_mqa_logits"
     arch: str | None = Field(None, max_length=64, description="GPU; the service's first when left out")
     seed: int = Field(0, ge=0, le=2**32 - 1)
-    folds: int = Field(10, ge=0, le=1000, description="held-out folds behind the figures; 0: none are taken")
+    folds: int = Field(10, ge=0, le=1000, description="held-out folds behind the figures, 2 or more; 0: none are taken")
     shadow_requests: int | None = Field(
         None,
         ge=0,
@@ -46,6 +46,13 @@ class JobRequest(BaseModel):
         None, ge=0, le=30 * 86400, description="how long to wait for them; TILEWISE_SHADOW_TIMEOUT_S"
     )
     promote: bool = Field(True, description="false: the job stops before the promotion, and the candidate is kept")
+
+    @field_validator("folds")
+    @classmethod
+    def _folds(cls, folds: int) -> int:
+        if folds == 1:  # nothing would be left to train on
+            raise ValueError("must be 0, or 2 to 1000")
+        return folds
 
     def parameters(self, settings: Settings) -> dict[str, Any]:
         """What the job is told."""

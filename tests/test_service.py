@@ -436,6 +436,7 @@ def test_jobs_are_queued_listed_and_cancelled(service: Service) -> None:
     for body, field in (
         ({"arch": "h900"}, "arch"), ({"folds": -1}, "folds"), ({"seed": 1 << 40}, "seed"), ({"kind": "shell"}, "kind"),
         ({"shadow_timeout_s": "1"}, "shadow_timeout_s"), ({"promote": 1}, "promote"), ({"surprise": 1}, "surprise"),
+        ({"folds": 1}, "folds"), ({"folds": 1001}, "folds"),
     ):  # fmt: skip
         check_problem(service.ask("POST", "/v1/jobs", json=body), 422, field)
 
