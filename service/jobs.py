@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
@@ -43,6 +44,11 @@ class Lease:
 
     job_id: str
     owner: str
+
+
+def job_folder(home: Path, job_id: str) -> Path:
+    """Where a job keeps its parts."""
+    return home / "jobs" / job_id
 
 
 def create(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import logging.config
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -21,7 +22,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from tilewise.service.catalogue import Catalogue, CatalogueError
-from tilewise.service.jobs import Lease, LostJobError, claim, end, get, hand_back, renew, report
+from tilewise.service.jobs import Lease, LostJobError, claim, end, get, hand_back, job_folder, renew, report
 from tilewise.service.logs import log_config
 from tilewise.service.processes import be_nice, die_with_parent, module_command, stop
 from tilewise.service.settings import Settings
@@ -104,6 +105,7 @@ class Runner:
             if cancelled:
                 stop(process, GRACE_S)
                 end(self.catalogue, lease, "cancelled", "cancelled while it ran")
+                shutil.rmtree(job_folder(self.settings.home, lease.job_id), ignore_errors=True)
                 return None
 
     def _after(self, lease: Lease, code: int) -> None:

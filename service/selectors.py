@@ -21,10 +21,10 @@ from tilewise.errors import InvalidShapeError, TilewiseError
 from tilewise.kernels.arch import ARCHS, get_arch
 from tilewise.kernels.paged_mqa_logits import spec
 from tilewise.service.catalogue import Catalogue, CatalogueError, rows_of
+from tilewise.service.jobs import job_folder
 from tilewise.service.messages import LaunchRequest, unserved
 from tilewise.service.problems import FieldProblem
 from tilewise.service.tables import jobs, shadow_picks
-from tilewise.service.work import job_folder
 
 OP = "paged_mqa_logits"
 LOOK_S = 0.25

@@ -13,7 +13,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from tilewise.data.home import require_writable
@@ -22,7 +21,7 @@ from tilewise.models import registry
 from tilewise.models.bundle import Bundle
 from tilewise.service import policy
 from tilewise.service.catalogue import Catalogue, CatalogueError
-from tilewise.service.jobs import STAGES, Lease, LostJobError, end, get, report, shadow_of
+from tilewise.service.jobs import STAGES, Lease, LostJobError, end, get, job_folder, report, shadow_of
 from tilewise.service.logs import log_config
 from tilewise.service.models import record_event, store_model
 from tilewise.service.processes import be_nice, die_with_parent
@@ -179,11 +178,6 @@ class Work:
 
     def _load(self, name: str) -> Bundle:
         return Bundle.load(self.folder / name)
-
-
-def job_folder(home: Path, job_id: str) -> Path:
-    """Where a job keeps its parts."""
-    return home / "jobs" / job_id
 
 
 def perform(settings: Settings, catalogue: Catalogue, lease: Lease) -> int:

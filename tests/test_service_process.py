@@ -312,6 +312,7 @@ def test_a_stopped_service_hands_its_job_back_and_a_running_job_can_be_cancelled
         job = ended(service, job_id)
         assert (job["state"], job["stage"]) == ("cancelled", "shadow")
         until(lambda: not processes("tilewise.service.work", job_id), "it goes on")
+        until(lambda: not (tmp_path / "jobs" / job_id).exists(), "its folder is left")
         assert registry.history(OP, ARCH, tmp_path) == []
 
 
