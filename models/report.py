@@ -56,8 +56,8 @@ def report(bundle: Bundle, evaluation: Mapping[str, Any], curve: Mapping[str, An
         _left_out(evaluation),
         "<h2>What is picked</h2>",
         *(_winner_map(bundle, heads) for heads in _head_counts(bundle)),
-        _note("Of the two head counts with most measured shapes; uniform contexts, pages of 64 tokens. The model's picks "
-              "with the gain that is asked for; measured shapes are answered from the table instead, when serving."),
+        _note("Of the two head counts with most measured shapes; uniform contexts, pages of 64 tokens. The model's "
+              "picks with the gain that is asked for; when serving, measured shapes are answered from the table."),
         "<h2>M-efficiency</h2>",
         plots.m_efficiency(m_points(bundle)),
         _note(f"The best measured config of each launch of at least {ENOUGH_TOKENS} context tokens."),
