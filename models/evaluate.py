@@ -196,8 +196,12 @@ def _by_shape(judged: Sequence[Judged], picks: Mapping[int, Pick]) -> list[dict[
     for one in judged:
         pick_ = picks[one.shape_id]
         at = pick_.chosen
-        time = None if at is None or np.isnan(one.second_us[at]) else float(one.second_us[at])
         default = one.second_us[one.default]
+        time = regret = against = None
+        if at is not None and not np.isnan(one.second_us[at]):
+            # The ratios are those of the figures: of duels where there are some, which times of a second pass are not.
+            time, regret = float(one.second_us[at]), max(1.0, one.ratio(at, one.best)[0])
+            against = None if np.isnan(default) else one.ratio(at, one.default)[0]
         found.append(
             {
                 "shape": one.shape.to_dict(),
@@ -206,9 +210,8 @@ def _by_shape(judged: Sequence[Judged], picks: Mapping[int, Pick]) -> list[dict[
                 "measured_us": time,
                 "best_us": one.reference_us,
                 "default_us": None if np.isnan(default) else float(default),
-                # As the figures have them: by duels where there are some, which times of the second pass are not.
-                "regret": None if time is None else max(1.0, one.ratio(at, one.best)[0]),
-                "against_default": None if time is None or np.isnan(default) else one.ratio(at, one.default)[0],
+                "regret": regret,
+                "against_default": against,
                 "abstained": pick_.abstained,
             }
         )

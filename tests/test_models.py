@@ -41,6 +41,7 @@ from tilewise.models.judging import (
     Judged,
     assign_folds,
     figures,
+    geomean,
     judging_set,
     noise_margin,
     noise_of,
@@ -414,6 +415,12 @@ def test_a_duel_of_a_losing_pick_counts_in_the_evaluation() -> None:
     assert after["duelled"] == 1
     assert entry["shape"] not in [one["shape"] for one in after["beyond"]]
     assert after["second_pass_worst_regret"] >= entry["regret"] * (1 - 1e-9)
+    # What a report shows shape by shape comes to the figures above it.
+    for found in (before, after):
+        regret = [one["regret"] for one in found["by_shape"]]
+        assert geomean(np.array(regret)) == pytest.approx(found["geomean_regret"], rel=1e-12)
+        assert max(regret) == found["worst_regret"]
+        assert max(one["against_default"] for one in found["by_shape"]) == found["worst_against_default"]
 
 
 def test_held_out_times_do_not_reach_the_prediction() -> None:
