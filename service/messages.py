@@ -125,8 +125,8 @@ class CompareRequest(_Target):
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"old": "current", "new": "current", **_BATCH_EXAMPLE}]})
 
-    old: str = Field("current", max_length=64, description="digest of a stored model, or `current`")
-    new: str = Field("current", max_length=64, description="digest of a stored model, or `current`")
+    old: str = Field("current", max_length=64, description="digest of a stored model, `current` or `shipped`")
+    new: str = Field("current", max_length=64, description="digest of a stored model, `current` or `shipped`")
     shapes: list[dict[str, Any]] = Field(
         min_length=1,
         max_length=MAX_COMPARED,

@@ -169,7 +169,7 @@ def model_routes(service: Service) -> APIRouter:
     )
     async def diff(
         digest: str,
-        against: Annotated[str, Query(max_length=64, description="a digest, or `current`")] = "current",
+        against: Annotated[str, Query(max_length=64, description="a digest, `current` or `shipped`")] = "current",
         limit: Annotated[int, Query(ge=1, le=MAX_DIFF_SHAPES)] = 500,
     ) -> Response:
         """Its picks beside those of another model, over the shapes that engines launch and those it has timings of.
@@ -255,9 +255,14 @@ def _load(home: Path, digest: str) -> Bundle:
 
 
 def _selector(service: Service, name: str, arch: str | None, field: str = "against") -> Selector:
-    """Who picks as the model named does: a digest, or `current`."""
-    if name == "current":
-        return service.selectors.selector(arch)
+    """Who picks as the model named does: a digest, `current` or `shipped`."""
+    if name in ("current", "shipped"):
+        current = service.selectors.selector(arch)
+        if name == "current":
+            return current
+        if not (folder := registry.shipped(current.op, current.arch.name)).is_dir():
+            raise HTTPException(404, f"No model of {current.arch.name} is shipped")
+        return service.selectors.of_bundle(folder, current.arch.name)
     bundle = _load(service.settings.home, name)
     if arch is not None and bundle.arch.name != arch:
         raise FieldProblem([(field, f"must be a model of {arch}, got one of {bundle.arch.name}")])

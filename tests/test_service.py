@@ -456,6 +456,13 @@ def test_a_job_sent_again_with_its_key_is_the_same_job(service: Service) -> None
 # --- models
 
 
+def test_the_shipped_model_can_be_compared(service: Service) -> None:
+    body = {"arch": "h200", "new": "shipped", "shapes": [SHAPE]}
+    answer = service.ask("POST", "/v1/compare", json=body).json()
+    assert answer["new_model_id"] == answer["old_model_id"] == Selector("h200", home=service.home).model_id
+    assert "shipped" in check_problem(service.ask("POST", "/v1/compare", json={**body, "arch": ARCH}), 404)["detail"]
+
+
 def test_models_are_listed_compared_promoted_and_rolled_back(service: Service) -> None:
     one = synthetic.publish_synthetic(service.home, shapes=synthetic.SHAPES[:4], arch=ARCH, seed=0)
     selector = service.parts.selectors.by_arch[ARCH]
