@@ -50,6 +50,8 @@ class Metrics:
     def __init__(self) -> None:
         import prometheus_client as prometheus
 
+        if folder := os.environ.get(FOLDER):  # a worker may start after temporary files were cleaned up
+            os.makedirs(folder, mode=0o700, exist_ok=True)
         self.registry = prometheus.CollectorRegistry()
         labels = ("method", "route", "status")
         self.requests = prometheus.Counter("tilewise_requests", "Requests answered", labels, registry=self.registry)
@@ -70,7 +72,7 @@ class Metrics:
         from prometheus_client.multiprocess import MultiProcessCollector
 
         registry = self.registry
-        if os.environ.get(FOLDER):
+        if os.path.isdir(os.environ.get(FOLDER, "")):  # else what this worker has counted
             registry = prometheus.CollectorRegistry()
             MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
         families = []

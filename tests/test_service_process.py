@@ -333,6 +333,25 @@ def test_no_worker_outlives_a_killed_supervisor_and_the_port_is_free(tmp_path: P
 
 
 @linux
+def test_a_folder_of_figures_that_is_cleaned_away_costs_no_answer(tmp_path: Path) -> None:
+    with serving(tmp_path, "--arch", ARCH, "--workers", "2") as service:
+        for _ in range(20):
+            service.get("/v1/select", QUESTION)
+        (folder,) = Path(tempfile.gettempdir()).glob(f"tilewise-metrics-{service.process.pid}-*")
+        shutil.rmtree(folder)
+        for _ in range(10):
+            response = httpx.get(f"{service.url}/metrics")
+            assert response.status_code == 200, response.text
+            assert "tilewise_requests_total" in response.text
+        before = service.workers()
+        os.kill(before[0], signal.SIGKILL)
+        until(lambda: len(set(service.workers()) - {before[0]}) == 2, "the worker was not started again")
+        for _ in range(30):
+            assert service.get("/v1/select", QUESTION)["arch"] == ARCH
+            assert httpx.get(f"{service.url}/metrics").status_code == 200
+
+
+@linux
 def test_an_upload_whose_worker_is_killed_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
     rows = synthetic.synthetic_rows(synthetic.SHAPES, arch=ARCH)
     body = json_lines(rows)
