@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import signal
+import ssl
 import sys
 from collections.abc import Iterable, Iterator
 
@@ -21,7 +22,7 @@ from tilewise.service.files import clear_left, reconcile
 from tilewise.service.listen import adopt, is_loopback, listen
 from tilewise.service.logs import log_config
 from tilewise.service.processes import Kept, die_with_parent, module_command
-from tilewise.service.settings import Settings
+from tilewise.service.settings import SettingError, Settings
 
 SETTINGS = "TILEWISE_SERVICE"  # variable that hands the arguments to worker processes
 GRACE_S = 10
@@ -77,12 +78,14 @@ def serve(
 ) -> None:
     """Run the service until it is stopped. `arch_names` empty is every known GPU; `fd` is an open socket to serve on.
 
-    Raises OSError where the address or the socket cannot be listened on, SettingError for a variable that is none.
+    Raises OSError where the address or the socket cannot be listened on, SettingError for a variable that is none and
+    for a certificate that cannot be used.
     """
     import uvicorn
     from uvicorn.supervisors import Multiprocess
 
     settings = Settings.from_env(home=home)
+    check_certificate(tls_certificate, tls_key)
     names = [get_arch(name).name for name in arch_names]  # a wrong one is refused here, not in each worker
     listeners = listen(host, port) if fd is None else [adopt(fd)]
     addresses = [one.getsockname() for one in listeners]
@@ -126,6 +129,25 @@ def serve(
             return
         wanted = inspect.signature(Multiprocess).parameters  # older versions of uvicorn are given the target
         Multiprocess(config, sockets=listeners, **({"target": server.run} if "target" in wanted else {})).run()
+
+
+def check_certificate(certificate: str | None, key: str | None) -> None:
+    """Raise SettingError where HTTPS cannot be served with these files; uvicorn would say so late, and not which."""
+    if certificate is None:
+        if key is not None:
+            raise SettingError(f"--tls-key {key} needs --tls-certificate")
+        return
+    for option, path in (("--tls-certificate", certificate), ("--tls-key", key)):
+        try:
+            if path is not None:
+                open(path, "rb").close()
+        except OSError as error:
+            raise SettingError(f"{option} {path} cannot be read: {error.strerror}") from error
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+    except ssl.SSLError as error:
+        given = f"--tls-certificate {certificate}" + (f" with --tls-key {key}" if key else "")
+        raise SettingError(f"{given} cannot be used: {error}") from error
 
 
 @contextlib.contextmanager

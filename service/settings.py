@@ -21,7 +21,7 @@ MIB = 1 << 20
 
 
 class SettingError(TilewiseError, ValueError):
-    """A variable of the environment has a value that is none."""
+    """A variable of the environment, or an option of `serve`, has a value that is none."""
 
 
 def _setting(default: Any, doc: str, *, least: float = 0, most: float = math.inf, allowed: tuple[str, ...] = ()) -> Any:

@@ -133,6 +133,22 @@ def test_a_taken_port_or_a_bad_address_is_one_plain_line_and_exit_code_1(tmp_pat
                 assert refused.stderr.count("\n") == 1
 
 
+def test_a_certificate_that_cannot_be_used_is_named_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "bad.pem").write_text("no certificate")
+    missing, bad = str(tmp_path / "missing.pem"), str(tmp_path / "bad.pem")
+    for words, why in (
+        (["--tls-certificate", missing], f"--tls-certificate {missing} cannot be read: No such file or directory"),
+        (["--tls-certificate", bad, "--tls-key", missing], f"--tls-key {missing} cannot be read: "),
+        (["--tls-certificate", bad], f"--tls-certificate {bad} cannot be used: "),
+        (["--tls-certificate", bad, "--tls-key", bad], f"--tls-certificate {bad} with --tls-key {bad} cannot be used"),
+        (["--tls-key", bad], f"--tls-key {bad} needs --tls-certificate"),
+    ):
+        refused = tilewise("serve", "--port", "0", *words, home=tmp_path)
+        assert refused.returncode == 2, refused.stderr
+        assert refused.stderr.startswith(f"tilewise: {why}")
+        assert refused.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_a_service_takes_over_an_open_socket(workers: str, tmp_path: Path) -> None:
     """What `make run` does, so that nobody can take its port in between."""
