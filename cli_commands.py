@@ -219,6 +219,11 @@ def run_import(args: argparse.Namespace) -> int:
         if not args.json:
             counts = f"{report.accepted} rows accepted, {report.duplicates} repeated, {report.rejected} rejected"
             print(f"{path}: {counts}{_already(report)}")
+        if report.left_out:
+            note(
+                f"{path}: training passes over {report.left_out} of these timings, which are not of graph replays with "
+                f"a cold cache; if they are, say so with --set timing_method=graph --set cache_state=cold"
+            )
     if args.json:
         print_json({path: report.to_dict() for path, report in reports.items()})
     return 1 if any(report.rejected for report in reports.values()) else 0

@@ -63,6 +63,7 @@ class ImportReport:
     shipped: int = 0  # good rows that tilewise comes with; a file of these alone is not stored again
     reasons: list[tuple[int, str]] = field(default_factory=list)  # (row number, why), at most MAX_REASONS of them
     files: list[StoredFile] = field(default_factory=list)
+    left_out: int = 0  # timings that training passes over: of no graph replay, or of a warm cache
 
     @property
     def new(self) -> bool:
@@ -137,7 +138,7 @@ def import_file(
     require_pyarrow()
     path = Path(path)
     clear_left(home_dir(home) / "profiles")
-    accepted = duplicates = rejected = shipped = 0
+    accepted = duplicates = rejected = shipped = left_out = 0
     reasons: list[tuple[int, str]] = []
     with contextlib.ExitStack() as stack:
         incoming: dict[tuple[str, str], IncomingFile] = {}
@@ -151,6 +152,8 @@ def import_file(
                     if key not in incoming:
                         incoming[key] = stack.enter_context(IncomingFile(_folder(*key, home)))
                     incoming[key].add(row)
+                    cold_graph = row["timing_method"] == "graph" and row["cache_state"] == "cold"
+                    left_out += row["status"] == "correct" and not cold_graph
             if reason is not None:
                 rejected += 1
                 if len(reasons) < MAX_REASONS:
@@ -173,7 +176,7 @@ def import_file(
             duplicates += batch.duplicates
             shipped += known
             files.append(StoredFile(op, arch, str(final), digest, len(batch.hashes), new))
-    return ImportReport(accepted, duplicates, rejected, shipped, reasons, files)
+    return ImportReport(accepted, duplicates, rejected, shipped, reasons, files, left_out)
 
 
 def _shipped(op: str, arch: str) -> Path:

@@ -45,8 +45,11 @@ def main() -> int:
 
 def run(out: Path, folder: Path) -> int:
     """Run the tests marked `gpu` and write the result file; 0 when something passed and nothing failed."""
-    import torch
-
+    try:
+        import torch
+    except ModuleNotFoundError:
+        print(f"{sys.executable} has no torch, which these tests need: PYTHON=... names another Python", file=sys.stderr)
+        return 1
     if not torch.cuda.is_available():
         print("torch sees no GPU on this machine: nothing was tested", file=sys.stderr)
         return 1

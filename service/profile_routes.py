@@ -56,6 +56,7 @@ class UploadAnswer(BaseModel):
     duplicates: int = Field(description="good rows that the upload holds again")
     shipped: int = Field(description="good rows that tilewise comes with")
     rejected: int
+    left_out: int = Field(description="timings that training passes over: of no graph replay, or of a warm cache")
     reasons: list[RejectedRow] = Field(description="the first thousand of them")
     files: list[StoredProfile] = Field(description="where the good rows are now; one file for each op and GPU")
 
@@ -231,6 +232,7 @@ def _keep(service: Service, report: dict[str, Any], by: str | None, key: str | N
         "duplicates": report["duplicates"],
         "shipped": report["shipped"],
         "rejected": report["rejected"],
+        "left_out": report["left_out"],
         "reasons": [{"row": number, "reason": reason} for number, reason in report["reasons"]],
         "files": [{name: one[name] for name in ("digest", "op", "arch", "rows")} for one in report["files"]],
     }
