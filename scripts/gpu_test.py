@@ -48,7 +48,7 @@ def run(out: Path, folder: Path) -> int:
     try:
         import torch
     except ModuleNotFoundError:
-        print(f"{sys.executable} has no torch, which these tests need: PYTHON=... names another Python", file=sys.stderr)
+        print(f"{sys.executable} has no torch, which these tests need; PYTHON=... names another", file=sys.stderr)
         return 1
     if not torch.cuda.is_available():
         print("torch sees no GPU on this machine: nothing was tested", file=sys.stderr)
