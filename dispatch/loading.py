@@ -74,7 +74,7 @@ class Loader:
                 if bundle.digest != folder.name:
                     raise InvalidBundleError(f"its folder holds another one, {bundle.model_id}")
                 return self._state_of(bundle, folder, stamp)
-        except InvalidBundleError as error:
+        except (InvalidBundleError, OSError) as error:  # OSError: a folder that may not be looked into
             name = "" if folder == shipped else f" {self.arch.name}-{folder.name[:12]}"
             why = str(error).removeprefix(f"bundle {folder}").removeprefix(":").strip()  # the log names the folder
             refused = f"the published bundle{name} cannot be used ({why})"
@@ -86,7 +86,7 @@ class Loader:
                     self.log_once(f"{problem}: nothing measured to choose by")
                 return State(Knowledge.of(None, problem), stamp, refused)
             return self._state_of(Bundle.load(shipped), shipped, stamp, refused)
-        except InvalidBundleError as error:
+        except (InvalidBundleError, OSError) as error:
             self.warn("bundle_refused", str(error))
             problem = f"{refused}; nor can the shipped one ({error})" if refused else str(error)
             return State(Knowledge.of(None, problem), stamp, refused or str(error))

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import re
+import stat as modes
 import tempfile
 from collections.abc import Iterator
 from importlib import resources
@@ -23,6 +24,7 @@ from tilewise.models.golden import verify
 
 POINTER = "current"
 MAX_HISTORY = 100
+MAX_POINTER_BYTES = 64 << 10
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -34,7 +36,8 @@ Home = str | os.PathLike[str] | None
 def current(op: str, arch: str, home: Home = None) -> Path:
     """The folder of the bundle in force. It may not exist, where none is shipped.
 
-    Where the pointer or the folder that it names is missing or none, that is the shipped one, with a warning.
+    Where the pointer or the folder that it names is missing, unreadable or none, that is the shipped one, with a
+    warning.
     """
     try:
         found = published(op, arch, home)
@@ -43,7 +46,7 @@ def current(op: str, arch: str, home: Home = None) -> Path:
         if (found / MANIFEST).is_file():
             return found
         problem = f"the published bundle {found} has no {MANIFEST}"
-    except InvalidBundleError as error:
+    except (InvalidBundleError, OSError) as error:  # OSError: a folder that may not be looked into
         problem = str(error)
     folder = shipped(op, arch)
     _log.warning("%s: the shipped one stands in", problem)
@@ -180,7 +183,11 @@ def _read_pointer(op: str, arch: str, home: Home) -> list[str]:
     """The digests in the pointer file, none where there is no such file; InvalidBundleError for anything else in it."""
     path = _folder(op, arch, home) / POINTER
     try:
-        lines = path.read_text(encoding="ascii").split()
+        found = path.stat()
+        if not modes.S_ISREG(found.st_mode) or found.st_size > MAX_POINTER_BYTES:  # a pipe would be waited for
+            raise InvalidBundleError(f"{path} must be a file of at most {MAX_POINTER_BYTES} bytes")
+        with path.open("rb") as file:
+            lines = file.read(MAX_POINTER_BYTES).decode("ascii").split()
     except (FileNotFoundError, NotADirectoryError):
         return []
     except (OSError, UnicodeDecodeError) as error:

@@ -9,7 +9,9 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -571,6 +573,14 @@ def spoil(kind: str, path: Path) -> None:
     elif kind == "pointer a folder":
         pointer.unlink()
         pointer.mkdir()
+    elif kind == "pointer a pipe":
+        pointer.unlink()
+        os.mkfifo(pointer)
+    elif kind == "pointer without an end":
+        pointer.unlink()
+        pointer.symlink_to("/dev/zero")
+    elif kind == "pointer of a megabyte":
+        pointer.write_text("0" * (1 << 20))
     elif kind == "another bundle in the folder":
         manifest = json.loads((path / MANIFEST).read_text())
         manifest["noise_margin"] = 0.5
@@ -582,7 +592,8 @@ def spoil(kind: str, path: Path) -> None:
 
 
 SPOILT = ("rank_value.npy", MANIFEST, "folder gone", "pointer garbage", "pointer binary", "pointer to nothing",
-          "pointer a folder", "another bundle in the folder")  # fmt: skip
+          "pointer a folder", "pointer a pipe", "pointer without an end", "pointer of a megabyte",
+          "another bundle in the folder")  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", SPOILT)
@@ -619,6 +630,35 @@ def test_a_published_bundle_that_cannot_be_used_is_said_counted_and_logged_once(
     assert chooser.problem == ""
     assert chooser.select(KNOWN).model_id == bundle.model_id
     assert "cannot be used" not in chooser.select(KNOWN).reason
+
+
+@pytest.fixture
+def shut_home() -> Iterator[Path]:
+    """A home whose published bundles may not be looked at by the user who runs the test."""
+    with tempfile.TemporaryDirectory() as folder:  # not under tmp_path, which only its owner may enter
+        Path(folder).chmod(0o755)
+        versions = registry.publish(trained.bundle(), folder).parent
+        versions.chmod(0)
+        root = os.geteuid() == 0
+        if root:
+            os.seteuid(65534)
+        yield Path(folder)
+        if root:
+            os.seteuid(0)
+        versions.chmod(0o755)
+
+
+def test_a_published_bundle_that_may_not_be_read_leaves_the_shipped_one(
+    shut_home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert registry.current(trained.OP, "h200", shut_home) == registry.shipped(trained.OP, "h200")
+    assert "Permission denied" in caplog.text
+    chooser = Selector("h200", home=shut_home)
+    chooser.reload(force=True)
+    assert chooser.bundle is not None
+    assert chooser.model_id == Bundle.load(registry.shipped(trained.OP, "h200")).model_id
+    assert "Permission denied" in chooser.problem
+    assert chooser.problem.endswith(": the shipped one answers.")
 
 
 # -- explain and rank
