@@ -67,18 +67,21 @@ class Follower:
         self.url = url.rstrip("/")
         self.interval_s = interval_s
         self.problem = "the service has not answered yet"  # empty where the last try went well
-        self.tried = threading.Event()  # set once the first try is over
         self._op, self._arch, self._home = selector.op, selector.arch.name, Path(str(selector.home))
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._selector = weakref.ref(selector, lambda _: self.stop())
-        self._stopping = threading.Event()
         self._failures = 0
-        self._one_at_a_time = threading.Lock()
+        self._renew_locks()
         self._opener = urllib.request.build_opener(_NoRedirects)
         self._start()
         if hasattr(os, "register_at_fork"):
             own = weakref.ref(self)
             os.register_at_fork(after_in_child=lambda: _start_again(own()))
+
+    def _renew_locks(self) -> None:
+        self.tried = threading.Event()  # set once the first try is over
+        self._stopping = threading.Event()
+        self._one_at_a_time = threading.Lock()
 
     def _start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="tilewise-follower", daemon=True)
@@ -149,8 +152,9 @@ class Follower:
 
 
 def _start_again(follower: Follower | None) -> None:
-    """In a forked child, which has the selector but not the thread."""
+    """In a forked child, which has the selector but neither the thread nor who holds its locks."""
     if follower is not None and not follower._stopping.is_set():
+        follower._renew_locks()
         follower._start()
 
 

@@ -45,6 +45,10 @@ class LiveShapes:
         self._seen: dict[Asked, Seen] = {}
         self._others = Seen("", ())
 
+    def renew_lock(self) -> None:
+        """For a forked child, where the thread that held the lock is not."""
+        self._lock = threading.Lock()
+
     def add(self, asked: Asked, source: str, fallbacks: tuple[str, ...]) -> Tick:
         """What a call for this shape has to do to be counted. For a shape that was just weighed; takes a lock."""
         with self._lock:

@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import threading
+import weakref
 from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,9 +28,9 @@ from tilewise.dispatch.over_contexts import assess_contexts
 from tilewise.dispatch.sizes import SIZES, as_shape, given_sizes
 from tilewise.errors import InvalidConfigError, InvalidContextError, SelectionMissError, UnsupportedError
 from tilewise.kernels.arch import Arch, current_arch, get_arch
-from tilewise.kernels.paged_mqa_logits.spec import Shape, at_context_len, default_config
+from tilewise.kernels.paged_mqa_logits.spec import SPACES, Shape, at_context_len, default_config, space
 from tilewise.kernels.registry import OPS
-from tilewise.models.bundle import Bundle
+from tilewise.models.bundle import Bundle, renew_property_locks
 from tilewise.models.expected import WORST_CASE
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ class Selector:
         self.follower: Follower | None = None  # what keeps it on a service's model; see `from_url`
         self._loader = Loader(op, self.arch, bundle_dir, home, self._warn, self._log_once, off=self.mode == "off")
         self._state = self._loader.load()
+        _living.add(self)
 
     @classmethod
     def from_url(
@@ -352,6 +354,23 @@ def _bounded(memo: dict[_Key, _Value], limit: int) -> dict[_Key, _Value]:
 
 _selectors: dict[str | None, Selector] = {}
 _selectors_lock = threading.Lock()
+_living: weakref.WeakSet[Selector] = weakref.WeakSet()
+
+
+def _renew_locks() -> None:
+    """In a forked child: a lock that another thread of the parent held is held there for good."""
+    global _selectors_lock
+    _selectors_lock = threading.Lock()
+    for one in _living:
+        one._lock = threading.Lock()
+        one._live.renew_lock()
+    renew_property_locks()
+
+
+for _kernel in SPACES:  # imported now, for the lock of an import cannot be renewed
+    space(_kernel)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_locks)
 
 
 def selector(arch: Arch | str | None = None) -> Selector:

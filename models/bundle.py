@@ -14,6 +14,7 @@ import math
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -277,6 +278,14 @@ class Bundle:
         except (*_MALFORMED, TilewiseError) as error:
             raise InvalidBundleError(f"bundle {path} is malformed: {type(error).__name__}: {error}") from error
         return cls(manifest, rank, level, exact, regime, guard, arch)
+
+
+def renew_property_locks() -> None:
+    """For a forked child: up to Python 3.11 a cached property has a lock, which another thread may have held."""
+    for kind in (Bundle, Forest, Smooth):
+        for found in vars(kind).values():
+            if isinstance(found, functools.cached_property) and hasattr(found, "lock"):
+                found.lock = threading.RLock()
 
 
 SQUASH = 0.15

@@ -226,11 +226,13 @@ def _point(folder: Path, lines: list[str]) -> None:
 def _lock(folder: Path) -> Iterator[None]:
     """One writer at a time, across processes where the system has file locks."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as handle:
+    with (folder / ".lock").open("w") as handle, contextlib.ExitStack() as stack:
         try:
             import fcntl
 
             fcntl.flock(handle, fcntl.LOCK_EX)
+            # Closing alone does not unlock where a child that was forked meanwhile has the file, too.
+            stack.callback(fcntl.flock, handle, fcntl.LOCK_UN)
         except (ImportError, OSError):
             pass
         yield

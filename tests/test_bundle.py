@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import pickle
 import random
 import shutil
@@ -21,6 +22,7 @@ pytest.importorskip("sklearn")
 
 import synthetic
 import trained
+from forked import fork
 
 from tilewise.errors import InvalidBundleError, InvalidProfileError, UnsupportedError
 from tilewise.kernels.paged_mqa_logits.spec import candidates
@@ -314,6 +316,19 @@ def test_publishing_again_mends_a_damaged_copy(tmp_path: Path, kind: str) -> Non
     assert registry.publish(bundle, tmp_path) == path == registry.current(trained.OP, "h200", tmp_path)
     assert Bundle.load(path).digest == bundle.digest
     assert [found.name for found in path.parent.iterdir()] == [bundle.digest]
+
+
+def test_a_child_forked_during_a_publication_does_not_keep_others_from_publishing(tmp_path: Path) -> None:
+    ended, end = os.pipe()
+    with registry._lock(tmp_path / "models" / trained.OP / "h200"):
+        child = fork()
+        if child == 0:
+            os.close(end)
+            os.read(ended, 1)
+            os._exit(0)
+    registry.publish(trained.bundle(), tmp_path)  # while the child goes on
+    os.close(end)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_publishing_again_leaves_a_good_copy_alone(tmp_path: Path) -> None:

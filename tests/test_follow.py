@@ -18,6 +18,7 @@ pytest.importorskip("sqlalchemy")
 pytest.importorskip("sklearn")
 
 import synthetic
+from forked import held_by_another_thread, status_of_child
 from service_process import serving
 
 from tilewise.dispatch.artifact import NAMES, pack, unpack
@@ -227,6 +228,30 @@ def test_a_model_that_came_is_there_after_a_restart_without_the_service(
     assert again.bundle.digest == first
     assert again.select(SHAPE) == selector.select(SHAPE)
     follower_of(selector).stop()
+
+
+def test_a_child_that_was_forked_while_a_model_was_asked_for_follows_on(
+    service: Answers, bundles: dict[str, Path], tmp_path: Path
+) -> None:
+    (first, one), (second, other) = bundles.items()
+    service.answer = artifact(one)
+    selector = Selector.from_url(service.url, ARCH, interval_s=60.0, cache=tmp_path)
+    until(lambda: selector.bundle is not None, "the model did not come")
+    service.answer = artifact(other)
+
+    def follow() -> None:
+        assert follower_of(selector).tried.wait(WAIT_S)
+        assert follower_of(selector).problem == ""
+        assert selector.bundle is not None
+        assert selector.bundle.digest == second
+        assert not follower_of(selector).refresh()  # it was the thread
+
+    follower = follower_of(selector)
+    with held_by_another_thread(follower._one_at_a_time, follower._stopping._cond, follower.tried._cond):
+        assert status_of_child(follow) == 0
+    assert selector.bundle is not None
+    assert selector.bundle.digest == first
+    follower.stop()
 
 
 def test_a_service_that_does_not_answer_keeps_nobody_waiting(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ pytest.importorskip("hypothesis")
 
 import synthetic
 import trained
+from forked import held_by_another_thread, status_of_child
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -38,7 +39,9 @@ from tilewise.models import registry
 from tilewise.models.bundle import FILES, MANIFEST, Bundle
 from tilewise.models.bundle import _digest as digest_of
 from tilewise.models.choice import PREDICTED_TIE, choose
+from tilewise.models.forest import Forest
 from tilewise.models.latency import train
+from tilewise.models.smooth import Smooth
 
 KNOWN = Shape(16, 6, 32, 128, 64, 32768)
 TIMES = ("latency_us", "latency_p20_us", "latency_p80_us")
@@ -524,6 +527,32 @@ def test_many_threads_get_one_answer_while_bundles_change(tmp_path: Path) -> Non
     for thread in threads:
         thread.join()
     assert failures == []
+
+
+def test_a_child_that_was_forked_while_every_lock_was_held_answers(chooser: Selector, folder: Path) -> None:
+    properties = [value for kind in (Bundle, Forest, Smooth) for value in vars(kind).values() if hasattr(value, "lock")]
+    assert len(properties) == (6 if sys.version_info < (3, 12) else 0)
+
+    def ask() -> None:
+        assert chooser.select(trained.UNSEEN) == Selector("h200", bundle_dir=folder).select(trained.UNSEEN)
+        assert chooser.counters is not None
+        assert len(chooser.shapes_seen()) == 1
+        assert selecting.selector("h200").select(KNOWN).model_id
+
+    locks = [chooser._lock, chooser._live._lock, selecting._selectors_lock, *(one.lock for one in properties)]
+    with held_by_another_thread(*locks):
+        assert status_of_child(ask) == 0
+
+
+def test_a_known_arch_is_weighed_without_an_import() -> None:
+    """The lock of a module that another thread is importing cannot be renewed in a forked child."""
+    script = (
+        "import sys; from tilewise.dispatch.selector import Selector; from tilewise.kernels.arch import ARCHS\n"
+        "choosers = [Selector(arch) for arch in ARCHS]; before = set(sys.modules)\n"
+        "for one in choosers: one.select(batch_size=17, next_n=2, heads=32, max_context_len=5000)\n"
+        "print(sorted(set(sys.modules) - before))"
+    )
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout == "[]\n"
 
 
 def test_a_published_bundle_is_taken_up_without_a_restart(tmp_path: Path) -> None:
