@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from tilewise.dispatch.context import Context, ContextLike
+from tilewise.dispatch.context import Context, ContextLike, check_worst_case
 from tilewise.dispatch.over_contexts import ContextTimes, context_times
 from tilewise.dispatch.selector import Selector, selector
 from tilewise.errors import InvalidContextError, InvalidPlanError, InvalidShapeError, TilewiseError
@@ -168,6 +168,7 @@ def capture_plan(
     lengths = _contexts(context, max_model_len)
     if isinstance(max_loss, bool) or not isinstance(max_loss, int | float) or not 0.0 <= max_loss < math.inf:
         raise InvalidContextError(f"max_loss must be a number of at least 0, got {max_loss!r:.50}")
+    check_worst_case(worst_case)
     tokens = [next_n] if isinstance(next_n, int) else list(next_n)
     if not batch_sizes or not tokens:
         raise InvalidShapeError("a plan needs at least one batch size and one next_n")

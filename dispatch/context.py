@@ -101,6 +101,12 @@ class Context:
 ContextLike: TypeAlias = Context | int | tuple[int, int] | list[int] | Mapping[int, float]
 
 
+def check_worst_case(value: Any) -> None:
+    """InvalidContextError for a bound that is none: time at a context, over that of the best config there."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 1.0 <= value < math.inf:
+        raise InvalidContextError(f"worst_case must be a number of at least 1, got {value!r:.50}")
+
+
 def _length(value: Any) -> int:
     try:
         length = operator.index(value)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import os
 import threading
 import weakref
@@ -17,7 +16,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tilewise.dispatch.context import Context, ContextLike
+from tilewise.dispatch.context import Context, ContextLike, check_worst_case
 from tilewise.dispatch.decision import Decision, Explanation, Ranked
 from tilewise.dispatch.explaining import explain_assessment, ranked_configs
 from tilewise.dispatch.ladder import Assessment, Knowledge, assess, fallback
@@ -26,7 +25,7 @@ from tilewise.dispatch.loading import Answer, Loader, State
 from tilewise.dispatch.modes import missed, mode_of, shadowed
 from tilewise.dispatch.over_contexts import assess_contexts
 from tilewise.dispatch.sizes import SIZES, as_shape, given_sizes
-from tilewise.errors import InvalidConfigError, InvalidContextError, SelectionMissError, UnsupportedError
+from tilewise.errors import InvalidConfigError, SelectionMissError, UnsupportedError
 from tilewise.kernels.arch import Arch, current_arch, get_arch
 from tilewise.kernels.paged_mqa_logits.spec import SPACES, Shape, at_context_len, default_config, space
 from tilewise.kernels.registry import OPS
@@ -317,8 +316,7 @@ class Selector:
 
     def _over_contexts(self, shape: Shape, given: ContextLike, worst_case: float) -> Decision:
         context = Context.of(given)
-        if isinstance(worst_case, bool) or not isinstance(worst_case, int | float) or not 1.0 <= worst_case < math.inf:
-            raise InvalidContextError(f"worst_case must be a number of at least 1, got {worst_case!r:.50}")
+        check_worst_case(worst_case)
         state, key = self._state, (shape, context, float(worst_case))
         answer = state.by_context.get(key)
         if answer is None:

@@ -144,6 +144,7 @@ def test_a_damaged_part_of_a_plan_is_refused(chooser: Selector) -> None:
         ({"max_model_len": 4096}, InvalidContextError),
         ({"max_loss": -0.1}, InvalidContextError),
         ({"max_loss": float("nan")}, InvalidContextError),
+        *(({"worst_case": bound}, InvalidContextError) for bound in (float("nan"), float("inf"), 0.9, -5, True)),
         ({"next_n": 9}, InvalidShapeError),
         ({"next_n": []}, InvalidShapeError),
         ({"heads": 7}, InvalidShapeError),
