@@ -147,11 +147,15 @@ def read_targets(path: Path) -> list[Target]:
 
     A line may also have the lengths that were drawn (`context_lens`) and the `configs` to time, as `tilewise suggest`
     writes it, and `"duel": true` where they are to be timed as a duel alone, as `tilewise evaluate --duels-out` writes
-    it; `expected_loss` and `reasons` are for the reader. Raises InvalidProfileError with the line number for a
-    line that is not such an object.
+    it; `expected_loss` and `reasons` are for the reader. Raises InvalidProfileError for a file that is not
+    UTF-8, and with the line number for a line that is not such an object.
     """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidProfileError(f"{path} is not UTF-8: {error}") from error
     found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
         try:
@@ -174,7 +178,7 @@ def read_targets(path: Path) -> list[Target]:
                 ):
                     raise ValueError(f"context_lens must be {shape.batch_size} lengths, got {str(given)[:80]}")
                 lens = tuple(given)
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise InvalidProfileError(f"{path}, line {number}: {error}") from error
         mean = sum(lens) // max(1, len(lens))
         real = Shape(**{**values, "max_context_len": max(lens, default=0), "mean_context_len": mean})

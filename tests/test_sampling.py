@@ -120,6 +120,15 @@ def test_an_empty_pool_is_a_typed_error() -> None:
         next_launches(None, [], trained.ARCH, 5)
 
 
+@pytest.mark.parametrize(
+    ("data", "said"), [(b"\x80abc", "is not UTF-8"), (b"[" * 100_000, "line 1: "), (b'{"a": ' * 100_000, "line 1: ")]
+)
+def test_a_file_that_has_no_shapes_is_a_typed_error(data: bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / "shapes").write_bytes(data)
+    with pytest.raises(InvalidProfileError, match=said):
+        read_targets(tmp_path / "shapes")
+
+
 def test_the_command_writes_lines_that_collect_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
