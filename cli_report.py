@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             evaluation = json.loads(args.evaluation.read_text(encoding="utf-8"))
             missing = [name for name in ("by_shape", "trials", "baselines") if name not in evaluation]
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise InvalidProfileError(f"{args.evaluation} is no output of `evaluate --json`: {error}") from error
         if missing:
             raise InvalidProfileError(f"{args.evaluation} is no output of `evaluate --json`: it lacks {missing[0]}")
@@ -53,6 +53,14 @@ def run(args: argparse.Namespace) -> int:
     if curve is None:  # the one that comes with a checkout
         shipped = Path(str(resources.files("tilewise"))) / "benchmarks" / "results" / f"learning_curve_{arch}.json"
         curve = shipped if shipped.is_file() else None
-    write_report(args.out, report(bundle, evaluation, None if curve is None else read_curve(curve)))
+    try:
+        page = report(bundle, evaluation, None if curve is None else read_curve(curve))
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+        given = [str(file) for file in (args.evaluation, args.learning_curve) if file is not None]
+        if not given:
+            raise
+        said = f"{type(error).__name__}: {error}"
+        raise InvalidProfileError(f"{' or '.join(given)} has another form than the report needs: {said}") from error
+    write_report(args.out, page)
     note(f"wrote {args.out}")
     return 0

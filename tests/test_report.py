@@ -88,7 +88,16 @@ def test_the_command_takes_an_evaluation_and_refuses_another_file(
     words = ["report", "--arch", "h200", "--home", str(tmp_path), "--out", str(out), "--evaluation", str(file)]
     assert cli.main(words) == 0
     assert out.read_text().startswith("<!doctype html>")
-    for text in ("{}", "[]", "x"):
+    out.unlink()
+    for text in ("{}", "[]", "x", "[" * 100_000):
         file.write_text(text)
         assert cli.main(words) == 2
         assert "evaluate --json" in capsys.readouterr().err
+    for text in ('{"by_shape": 1, "trials": 2, "baselines": 3}', json.dumps({**evaluation, "by_shape": [{}]})):
+        file.write_text(text)
+        assert cli.main(words) == 2
+        assert f"{file} has another form than the report needs: " in capsys.readouterr().err
+    file.write_text(json.dumps(evaluation))
+    for text in ("{}", "x", "[" * 100_000):
+        (tmp_path / "curve.json").write_text(text)
+        assert cli.main([*words, "--learning-curve", str(tmp_path / "curve.json")]) == (0 if text == "{}" else 2)
