@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tilewise.cli_output import note
+from tilewise.data.output import write_output
 from tilewise.kernels.arch import get_arch
 from tilewise.kernels.paged_mqa_logits.spec import Config, Shape
 from tilewise.kernels.shape_sets import SETS, named_set, read_targets, target_line
@@ -59,7 +60,7 @@ def write(beyond: Iterable[Mapping[str, Any]], arch: str, args: argparse.Namespa
             unknown += 1
             continue
         lines.append(target_line(target, [Config.from_dict(config) for config in entry["configs"]], duel=True))
-    args.duels_out.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    write_output(args.duels_out, (json.dumps(line) + "\n" for line in lines))
     note(f"{len(lines)} shapes to duel in {args.duels_out}")
     if unknown:
         note(f"{unknown} more are not in {args.shapes}: name the file that they were collected by as --shapes")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tilewise.cli_commands import arch_name
+from tilewise.data.output import write_output
 from tilewise.errors import InvalidProfileError
 
 FORMATS = ("jsonl", "t4", "aiter")
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     if args.out is None:
         sys.stdout.write(text)
     else:
-        args.out.write_text(text, encoding="utf-8")
+        write_output(args.out, [text])
     return 0
 
 

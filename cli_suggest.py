@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tilewise.cli_commands import arch_name
+from tilewise.data.output import write_output
 from tilewise.kernels.arch import get_arch
 from tilewise.kernels.shape_sets import SETS, named_set, read_targets
 
@@ -63,5 +64,5 @@ def run(args: argparse.Namespace) -> int:
     if args.out is None:
         sys.stdout.write(text)
     else:
-        args.out.write_text(text, encoding="utf-8")
+        write_output(args.out, [text])
     return 0

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from tilewise.data.output import write_output
 from tilewise.dispatch.context import Context, ContextLike, check_worst_case
 from tilewise.dispatch.over_contexts import ContextTimes, context_times
 from tilewise.dispatch.selector import Selector, selector
@@ -127,8 +128,8 @@ class CapturePlan:
             raise InvalidPlanError(f"this is no capture plan: {type(error).__name__}: {error}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write JSON, which `load` reads."""
-        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+        """Write JSON, which `load` reads, whole or not at all."""
+        write_output(path, [json.dumps(self.to_dict(), indent=1) + "\n"])
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> CapturePlan:

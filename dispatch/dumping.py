@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from tilewise.data.traffic import write_whole
+from tilewise.data.output import write_output
 from tilewise.dispatch.selector import Selector
 from tilewise.errors import InvalidConfigError
 from tilewise.kernels.paged_mqa_logits.spec import CONFIG_FIELDS, HEADS, MAX_NEXT_N, SHAPE_FIELDS, Shape
@@ -100,7 +100,7 @@ def dump(chooser: Selector, shapes: Iterable[Shape] | None = None, path: str | o
         for _ in lines():
             pass
     else:
-        write_whole(path, lines())
+        write_output(path, lines())
     model = (chooser.op, chooser.arch.name, chooser.model_id)
     return Dump(*model, len(ordered), digest.hexdigest(), dict(sorted(sources.items())), unserved)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from tilewise.data.output import write_output
 from tilewise.kernels.paged_mqa_logits.spec import Config, Shape, candidates, default_config, flops
 from tilewise.models import report_plots as plots
 from tilewise.models.bundle import Bundle
@@ -85,9 +86,7 @@ def report(bundle: Bundle, evaluation: Mapping[str, Any], curve: Mapping[str, An
 
 def write_report(path: Path, text: str) -> None:
     """Write the page, whole or not at all."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    write_output(path, [text])
 
 
 def read_curve(path: Path) -> dict[str, Any]:

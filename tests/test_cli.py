@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -454,3 +455,51 @@ def test_import_says_that_rows_are_shipped(tilewise: Any, tmp_path: Path) -> Non
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     said = f"{path}: 5 rows accepted, 0 repeated, 0 rejected; all of them come with tilewise already, nothing changed\n"
     assert tilewise("import", path, "--home", tmp_path / "home") == (0, said, "")
+
+
+# --- outputs
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="limits of a process are of Unix")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["export", "--arch", ARCH],
+        ["suggest", "--arch", ARCH, "--budget", "200"],
+        ["capture-plan", "--arch", "h200", "--batch-sizes", "1,2,3,4", "--next-n", "1,2", "--heads", "32",
+         "--max-model-len", "8192"],
+        ["dump", "--arch", ARCH],
+    ],
+    ids=lambda words: words[0],
+)  # fmt: skip
+def test_an_output_that_does_not_fit_leaves_the_old_file(words: list[str], home: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.write_text("old")
+    script = (
+        "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024)); from tilewise.cli import main; sys.exit(main())"
+    )
+    run = subprocess.run(
+        [sys.executable, "-B", "-c", script, *words, "--out", str(out)],
+        env={"TILEWISE_HOME": str(home), "PYTHONPATH": ":".join(sys.path)},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 2, run.stderr
+    assert run.stderr == "tilewise: [Errno 27] File too large\n"
+    assert out.read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_output_goes_through_a_link_and_to_a_pipe_but_not_to_a_folder(tilewise: Any, tmp_path: Path) -> None:
+    words = ["export", "--arch", ARCH, "--format", "aiter"]
+    _, printed, _ = tilewise(*words)
+    (tmp_path / "link").symlink_to("file")
+    assert tilewise(*words, "--out", tmp_path / "link") == (0, "", "")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "file").read_text() == printed
+    assert tilewise(*words, "--out", "/dev/null") == (0, "", "")
+    assert not Path("/dev/null").is_file()
+    for folder in (".", "/", str(tmp_path)):
+        code, _, err = tilewise("dump", "--arch", ARCH, "--out", folder)
+        assert (code, err) == (2, f"tilewise: [Errno 21] Is a directory: {folder!r}\n")
