@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import importlib
 import importlib.util
+import io
 import os
 import re
 import sys
@@ -65,6 +66,7 @@ OP = "paged_mqa_logits"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code, as in docs/cli.md."""
     words = list(sys.argv[1:] if argv is None else argv)
+    _ready_streams()
     try:
         args = build_parser(words[0] if words else None).parse_args(words)
         code: int = args.run(args)
@@ -85,6 +87,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return 2
+
+
+def _ready_streams() -> None:
+    """Where a stream is closed, what goes there is dropped; what its encoding lacks is written as an escape."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            nowhere = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 (open until the process ends)
+            setattr(sys, name, nowhere)
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def build_parser(command: str | None = None) -> argparse.ArgumentParser:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -503,3 +504,30 @@ def test_an_output_goes_through_a_link_and_to_a_pipe_but_not_to_a_folder(tilewis
     for folder in (".", "/", str(tmp_path)):
         code, _, err = tilewise("dump", "--arch", ARCH, "--out", folder)
         assert (code, err) == (2, f"tilewise: [Errno 21] Is a directory: {folder!r}\n")
+
+
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
+def test_a_closed_stream_is_no_error(closed: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TILEWISE_HOME", str(home))
+    monkeypatch.setattr(sys, closed, None)
+    with contextlib.ExitStack() as opened:
+        for words in (["version"], ["select", "--arch", ARCH, *FLAGS], ["export", "--arch", ARCH]):
+            setattr(sys, closed, None)
+            assert cli.main(words) == 0
+            opened.enter_context(getattr(sys, closed))
+        setattr(sys, closed, None)
+        assert cli.main(["select", "--arch", "none such", *FLAGS]) == 2
+        opened.enter_context(getattr(sys, closed))
+
+
+def test_a_name_that_is_not_unicode_is_printed_with_escapes(tmp_path: Path) -> None:
+    name = os.fsencode(tmp_path) + b"/bad\xff.jsonl"
+    row = synthetic.synthetic_rows(synthetic.SHAPES[:1], arch=ARCH)[0]
+    Path(os.fsdecode(name)).write_text(json.dumps(row) + "\n")
+    run = subprocess.run(
+        [sys.executable, "-c", HIDING, "torch", "import", name],
+        env={"TILEWISE_HOME": str(tmp_path), "PYTHONPATH": ":".join(sys.path), "PYTHONIOENCODING": "utf-8"},
+        capture_output=True,
+    )
+    assert (run.returncode, run.stderr) == (0, b"")
+    assert rb"/bad\udcff.jsonl: 1 rows accepted" in run.stdout
