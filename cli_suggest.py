@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tilewise.cli_commands import arch_name
+from tilewise.cli_output import note
 from tilewise.data.output import write_output
 from tilewise.kernels.arch import get_arch
 from tilewise.kernels.shape_sets import SETS, named_set, read_targets
@@ -29,7 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print one line a shape: its fields, the configs to time, why, and what the present pick may lose there."""
+    """Print one line a shape: its fields, the configs to time, why, and what the present pick may lose there.
+
+    1 where there is nothing to time, and then no file is written.
+    """
     from tilewise.data.store import load_profile
     from tilewise.models.measurements import measurements
     from tilewise.models.sampling import next_launches
@@ -39,6 +43,7 @@ def run(args: argparse.Namespace) -> int:
     by_shape = {target.shape: target for target in targets}
     columns: Any = load_profile(args.op, arch.name, home=args.home).columns
     measured = measurements(columns, op=args.op, arch=arch.name) if len(columns["op"]) else None
+    note(f"looking for launches of {len(by_shape)} shapes that are worth timing, which takes a minute or so")
     found = next_launches(measured, list(by_shape), arch, args.budget, seed=args.seed)
     lines: dict[object, dict[str, object]] = {}
     for launch in found:
@@ -58,8 +63,8 @@ def run(args: argparse.Namespace) -> int:
             assert isinstance(items, list)
             items.append(value)
     if not lines:
-        said = f"every launch of these {len(by_shape)} shapes has a timing already: name others with --shapes"
-        print(said, file=sys.stderr)
+        note(f"every launch of these {len(by_shape)} shapes has a timing already: name others with --shapes")
+        return 1
     text = "".join(json.dumps(line) + "\n" for line in lines.values())
     if args.out is None:
         sys.stdout.write(text)

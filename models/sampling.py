@@ -65,6 +65,8 @@ def next_launches(
         raise InvalidProfileError("the pool of shapes to time must not be empty")
     tried = _tried(measured)
     shapes = [shape for shape in offered if any(c not in tried.get(shape, ()) for c in offered[shape])]
+    if not shapes:
+        return []
     if measured is None or len(tried) < FEWEST_SHAPES:
         return _fill(shapes, offered, tried, arch, budget, rng)
     ensemble = _ensemble(measured, arch, rng)

@@ -195,13 +195,14 @@ def test_suggest_says_when_nothing_is_left_to_time(tilewise: Any, tmp_path: Path
     timed = synthetic.SHAPES[0]
     one = target(timed.batch_size, timed.next_n, timed.heads, timed.max_context_len)
     path.write_text(json.dumps(target_line(one)) + "\n")
-    code, out, err = tilewise("suggest", "--arch", ARCH, "--budget", "5", "--shapes", path)
-    assert (code, out) == (0, "")
-    assert err == "every launch of these 1 shapes has a timing already: name others with --shapes\n"
+    file = tmp_path / "next.jsonl"
+    code, out, err = tilewise("suggest", "--arch", ARCH, "--budget", "5", "--shapes", path, "--out", file)
+    assert (code, out, file.exists()) == (1, "", False)
+    assert err.splitlines()[1:] == ["every launch of these 1 shapes has a timing already: name others with --shapes"]
     other = target(timed.batch_size, timed.next_n, timed.heads, timed.max_context_len + 64)
     path.write_text(json.dumps(target_line(other)) + "\n")
     code, out, err = tilewise("suggest", "--arch", ARCH, "--budget", "5", "--shapes", path)
-    assert (code, err) == (0, "")
+    assert (code, len(err.splitlines())) == (0, 1)
     assert len(json.loads(out)["configs"]) == 5
 
 
