@@ -36,7 +36,10 @@ def run(args: argparse.Namespace) -> int:
     from tilewise.models.report import read_curve, report, write_report
 
     arch = arch_name(args)
-    bundle = Bundle.load(current(args.op, arch, args.home))
+    place = current(args.op, arch, args.home)
+    if not place.is_dir():
+        raise InvalidProfileError(f"there is no model of {args.op} for {arch} to report on: `tilewise train` makes one")
+    bundle = Bundle.load(place)
     if args.evaluation is not None:
         try:
             evaluation = json.loads(args.evaluation.read_text(encoding="utf-8"))

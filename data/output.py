@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterable
 from pathlib import Path
-
-from tilewise.data.traffic import write_whole
 
 
 def write_output(path: str | os.PathLike[str], lines: Iterable[str]) -> None:
@@ -18,5 +17,14 @@ def write_output(path: str | os.PathLike[str], lines: Iterable[str]) -> None:
     if target.exists() and not target.is_file():
         with target.open("w", encoding="utf-8") as out:
             out.writelines(lines)
-    else:
-        write_whole(target.resolve(), lines)
+        return
+    target = target.resolve()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Beside its place, and moved there when it is complete.
+    scratch = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        with scratch.open("w", encoding="utf-8") as out:
+            out.writelines(lines)
+        os.replace(scratch, target)
+    finally:
+        scratch.unlink(missing_ok=True)

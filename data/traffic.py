@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from tilewise.data.output import write_output
 from tilewise.errors import InvalidProfileError, InvalidShapeError
 from tilewise.kernels.paged_mqa_logits.spec import SHAPE_FIELDS, Shape, at_context_len
 
@@ -124,18 +125,5 @@ def _is_amount(value: object) -> bool:
 def write_rows(path: str | os.PathLike[str], rows: Iterable[Mapping[str, Any]]) -> int:
     """Write JSON lines, whole or not at all; the number of lines."""
     lines = [json.dumps(row) + "\n" for row in rows]
-    write_whole(path, lines)
+    write_output(path, lines)
     return len(lines)
-
-
-def write_whole(path: str | os.PathLike[str], lines: Iterable[str]) -> None:
-    """Write a text file beside its place and move it there when it is complete."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        with scratch.open("w", encoding="utf-8") as out:
-            out.writelines(lines)
-        os.replace(scratch, target)
-    finally:
-        scratch.unlink(missing_ok=True)

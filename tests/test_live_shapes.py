@@ -177,6 +177,9 @@ def test_what_a_process_asked_for_is_written_and_read(tmp_path: Path, monkeypatc
     tilewise.select(Shape(2, 1, 32, 128, 128), arch="sm90")
     path = tmp_path / "new" / "shapes.jsonl"
     assert tilewise.write_shapes(path) == 3
+    for folder_given in (tmp_path, "."):
+        with pytest.raises(IsADirectoryError):
+            tilewise.write_shapes(folder_given)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [row["count"] for row in rows] == [3, 1, 1]
     assert {row["arch"] for row in rows} == {"h200"}

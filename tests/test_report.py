@@ -101,3 +101,10 @@ def test_the_command_takes_an_evaluation_and_refuses_another_file(
     for text in ("{}", "x", "[" * 100_000):
         (tmp_path / "curve.json").write_text(text)
         assert cli.main([*words, "--learning-curve", str(tmp_path / "curve.json")]) == (0 if text == "{}" else 2)
+
+
+def test_a_gpu_without_a_model_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["report", "--arch", "h100", "--home", str(tmp_path), "--out", str(tmp_path / "page.html")]
+    assert cli.main(words) == 2
+    assert "there is no model of paged_mqa_logits for h100 to report on" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
